@@ -1,0 +1,181 @@
+"""One pass over a flat CPU tensor, in chunks that stay in the cache.
+
+The tensor scanned is ``residual + data``: it is formed a chunk at a time, in fp32 (fp64 for fp64 and integer data scanned on its
+own), and never stored. numpy does the work because its kernels on cached chunks are several times faster than torch's on one
+thread; torch converts what numpy has no type for (bf16).
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+CHUNK = 1 << 17
+"""Elements a chunk: 512 KiB of fp32."""
+
+Floats = npt.NDArray[np.floating]
+Indices = npt.NDArray[np.int64]
+
+_scratch = threading.local()
+
+
+def _buffer(key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A chunk of scratch memory of this thread, kept between calls: fresh memory costs page faults."""
+    held: dict[tuple[str, np.dtype], npt.NDArray[Any]] = _scratch.__dict__.setdefault("held", {})
+    slot = (key, np.dtype(dtype))
+    if slot not in held:
+        held[slot] = np.zeros(CHUNK, dtype)
+    return held[slot]
+
+
+class Accumulation:
+    """``acc = residual + data`` of one flat tensor, formed when asked for.
+
+    Args:
+        data: 1-D CPU tensor [N], any real dtype.
+        residual: 1-D fp32 CPU tensor [N] or None for zeros. With a residual the sum is rounded to fp32; without one, fp64 and
+            integer data are scanned as fp64 unless ``fp32`` is set.
+        fp32: scan in fp32 whatever the data's dtype.
+    """
+
+    def __init__(self, data: torch.Tensor, residual: torch.Tensor | None = None, *, fp32: bool = False) -> None:
+        self._data = data.detach()
+        self._residual = None if residual is None else residual.numpy()
+        narrow = fp32 or residual is not None or data.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        self.dtype = np.dtype(np.float32 if narrow else np.float64)
+        self._direct = data.dtype == (torch.float32 if narrow else torch.float64)
+
+    def __len__(self) -> int:
+        return self._data.numel()
+
+    def part(self, start: int, stop: int, step: int = 1) -> Floats:
+        """Elements start:stop:step. Valid until the next call on this thread; may alias the data: do not write to it."""
+        data = self._data[start:stop:step]
+        size = data.numel()
+        residual = None if self._residual is None else self._residual[start:stop:step]
+        out = _buffer("part", self.dtype)[:size] if size <= CHUNK else np.empty(size, self.dtype)
+        if self._direct:
+            values: Floats = data.numpy()
+            return values if residual is None else np.add(residual, values, out=out)
+        if residual is not None and data.dtype == torch.float64:
+            np.add(residual, data.numpy(), out=out, casting="same_kind", dtype=np.float64)  # rounds once
+            return out
+        torch.from_numpy(out).copy_(data)
+        return out if residual is None else np.add(out, residual, out=out)
+
+    def chunks(self) -> Iterator[tuple[int, Floats]]:
+        """(start, elements) over the whole tensor, in order."""
+        for start in range(0, len(self), CHUNK):
+            yield start, self.part(start, min(start + CHUNK, len(self)))
+
+    def whole(self) -> Floats:
+        """All elements in one new array."""
+        out = np.empty(len(self), self.dtype)
+        for start, values in self.chunks():
+            out[start : start + values.size] = values
+        return out
+
+    def store(self) -> None:
+        """Make the residual the sum. Mutates the residual."""
+        if self._residual is None:
+            raise ValueError("an accumulation without a residual has nowhere to be stored")
+        for start, values in self.chunks():
+            self._residual[start : start + values.size] = values
+
+    def is_zero(self) -> bool:
+        """Whether the data (not the residual) is zero everywhere. Stops at the first chunk that is not."""
+        stop = 1024
+        start = 0
+        while start < len(self):
+            if bool(self._data[start:stop].any()):
+                return False
+            start, stop = stop, stop + CHUNK
+        return True
+
+
+def flat_nonzero(hit: npt.NDArray[np.bool_]) -> Indices:
+    """Indices of the True bytes of ``hit``, whose length is a multiple of 8: first by words, then by the bytes of the hit words."""
+    words = np.flatnonzero(hit.view(np.uint64))
+    row, column = np.nonzero(hit.reshape(-1, 8)[words])
+    return words[row] * 8 + column
+
+
+def above(acc: Accumulation, threshold: float) -> tuple[Indices, Floats]:
+    """Indices (ascending) and values of the elements with ``not |x| <= threshold``: NaN is among them."""
+    magnitude = _buffer("magnitude", acc.dtype)
+    hit = _buffer("hit", np.bool_)
+    indices, found = [], []
+    for start, values in acc.chunks():
+        size = values.size
+        np.abs(values, out=magnitude[:size])
+        np.less_equal(magnitude[:size], threshold, out=hit[:size])
+        padded = -(-size // 8) * 8
+        hit[size:padded] = True
+        np.logical_not(hit[:padded], out=hit[:padded])
+        local = flat_nonzero(hit[:padded])
+        if local.size:
+            indices.append(local + start)
+            found.append(values[local])
+    if not indices:
+        return np.empty(0, np.int64), np.empty(0, acc.dtype)
+    return np.concatenate(indices), np.concatenate(found)
+
+
+def keep_largest(indices: Indices, values: Floats, k: int) -> tuple[Indices, Floats]:
+    """The k entries of largest magnitude, in their order; ties to the lowest index; NaN counts as infinite."""
+    if indices.size <= k:
+        return indices, values
+    if k == 0:
+        return indices[:0], values[:0]
+    magnitude = np.abs(values)
+    magnitude[np.isnan(magnitude)] = np.inf
+    kth = np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
+    kept = magnitude > kth
+    ties = np.flatnonzero(magnitude == kth)
+    kept[ties[: k - int(kept.sum())]] = True
+    return indices[kept], values[kept]
+
+
+def _floor_guess(acc: Accumulation, k: int) -> float:
+    """A magnitude that a little more than k elements probably exceed, from a strided sample. No random numbers are drawn."""
+    numel = len(acc)
+    if numel <= 4096 or k * 4 >= numel:
+        return 0.0
+    stride = max(1, numel // min(CHUNK, max(4096, numel // 256))) | 1
+    sample = np.abs(acc.part(0, numel, stride))
+    expected = k * sample.size / numel
+    rank = int(1.2 * expected + 3 * expected**0.5) + 4
+    if rank >= sample.size:
+        return 0.0
+    guess = float(np.partition(sample, sample.size - rank)[sample.size - rank])
+    return guess if np.isfinite(guess) else 0.0
+
+
+def top_k(acc: Accumulation, k: int) -> tuple[Indices, Floats]:
+    """Indices (ascending) and values of the k largest magnitudes: exact, no zeros, ties to the lowest index.
+
+    A sampled floor only decides how many candidates there are to choose from; where it leaves fewer than k it is lowered, then
+    dropped, and the pass repeated. No sort, no full top-k: extra memory is one chunk and the candidates.
+    """
+    floor = _floor_guess(acc, k)
+    for attempt in (floor, floor / 4, 0.0):
+        indices, values = above(acc, attempt)
+        if indices.size >= k or attempt == 0.0:
+            break
+    return keep_largest(indices, values, k)
+
+
+def top_k_mask(flat: torch.Tensor, k: int) -> torch.Tensor:
+    """The mask of :func:`top_k` with torch operations alone, for tensors that are not on the CPU. No host sync."""
+    if k == 0:
+        return torch.zeros_like(flat, dtype=torch.bool)
+    magnitude = flat.abs() if flat.dtype in (torch.float64, torch.int64) else flat.float().abs()
+    if magnitude.is_floating_point():
+        magnitude = torch.where(magnitude.isnan(), float("inf"), magnitude)
+    kth = torch.topk(magnitude, k).values[-1]
+    larger, equal = magnitude > kth, magnitude == kth
+    chosen: torch.Tensor = larger | (equal & (equal.cumsum(0) <= k - larger.sum()))
+    return chosen & (magnitude > 0)

@@ -1,0 +1,84 @@
+"""The only caller of collectives. Every byte that gradcomp sends is counted here.
+
+Collectives are issued by the hook, in bucket order, on the thread that runs the backward pass; never inside a callback of a future,
+where gloo deadlocks or crosses its peers.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradcomp.ddp.traffic import Counters, gather_bytes, ring_bytes
+
+# torch 2.13 renames the flat gather and deprecates the old name.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Exchange:
+    """Collectives of one process group, counted.
+
+    Args:
+        group: the process group; it must exist already.
+        counters: where bytes and seconds are added.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, counters: Counters) -> None:
+        self._group = group
+        self._counters = counters
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        counters.world_size = self.world_size
+
+    def gather(self, payload: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Start an all-gather of one payload a rank.
+
+        Args:
+            payload: uint8 [B], the same B on every rank.
+
+        Returns:
+            A future of uint8 [W, B]; its callbacks run on the back end's thread.
+
+        Communication:
+            One all-gather, ``(W-1) * B`` bytes sent and received a rank.
+        """
+        out = torch.empty(self.world_size * payload.numel(), dtype=torch.uint8)
+        size = gather_bytes(self.world_size, payload.numel())
+        start = time.perf_counter()
+        work = _all_gather_flat(out, payload, group=self._group, async_op=True)
+        self._counters.add(sent_bytes=size, received_bytes=size)
+        # The gloo future holds a list of its own: close over the output instead.
+        return self._timed(work, start, out.view(self.world_size, -1))
+
+    def ring(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Start an all-reduce (sum) of ``tensor`` in place.
+
+        Returns:
+            A future of the same tensor.
+
+        Mutates: ``tensor``.
+
+        Communication:
+            One ring all-reduce, ``2(W-1)/W * bytes`` sent and received a rank.
+        """
+        size = ring_bytes(self.world_size, tensor.numel() * tensor.element_size())
+        start = time.perf_counter()
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        self._counters.add(sent_bytes=size, received_bytes=size)
+        return self._timed(work, start, tensor)
+
+    def gather_now(self, data: bytes) -> list[bytes]:
+        """Gather the same number of bytes of every rank, waiting for them. Communication: as :meth:`gather`."""
+        payload = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        return [row.numpy().tobytes() for row in self.gather(payload).wait()]
+
+    def _timed(self, work: Any, start: float, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        def finished(future: torch.futures.Future[Any]) -> torch.Tensor:
+            future.value()  # raises what the collective raised
+            self._counters.add(exchange_s=time.perf_counter() - start)
+            return result
+
+        chained: torch.futures.Future[torch.Tensor] = work.get_future().then(finished)
+        return chained

@@ -1,0 +1,186 @@
+"""One bucket between its hook call and the end of its step: what went out, what came back, what becomes of it."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradcomp.core.feedback import Feedback
+from gradcomp.core.scan import Accumulation, Floats
+from gradcomp.ddp.exchange import Exchange
+from gradcomp.ddp.payload import Arrival, Released, unpack
+from gradcomp.ddp.plan import Piece, Plan
+
+
+class Flight:
+    """A bucket in flight. Its own callbacks write to it; it reads no other bucket's data.
+
+    Args:
+        plan: the bucket's layout in this step.
+        step: the step's number.
+        exchange: of the ranks.
+        buffer: the bucket's own buffer [N], which holds the local gradients until :meth:`fill` or :meth:`spoil`.
+    """
+
+    def __init__(self, plan: Plan, step: int, exchange: Exchange, buffer: torch.Tensor) -> None:
+        self.plan = plan
+        self.arrivals: list[Arrival] = []
+        self._step = step
+        self._rank = exchange.rank
+        self._scale = 1.0 / exchange.world_size
+        self._buffer = buffer.detach()
+        self._ring: torch.Tensor | None = None
+        self._ring_finite = True
+
+    @property
+    def result(self) -> torch.Tensor:
+        """What DDP is given: the bucket's buffer."""
+        return self._buffer
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        """The piece's part of the buffer, flat."""
+        return self._buffer[piece.start : piece.stop]
+
+    def shaped(self, piece: Piece) -> torch.Tensor:
+        """The piece's part of the buffer, in the parameter's shape."""
+        return self.gradient(piece).as_strided(piece.shape, piece.stride)
+
+    # What goes out by the ring
+
+    def load_ring(self, sums: dict[str, Accumulation]) -> torch.Tensor | None:
+        """The tensor to all-reduce, already divided by W as plain DDP does it; None where nothing travels by the ring.
+
+        The buffer itself where no payload is gathered; else a new tensor, so that the local gradients stay.
+        """
+        if not self.plan.header:
+            self._ring = self._buffer.mul_(self._scale)
+        elif self.plan.rings:
+            parts = [self._ring_part(piece, sums[piece.name]) for piece in self.plan.rings]
+            self._ring = torch.cat(parts).mul_(self._scale)
+        return self._ring
+
+    def _ring_part(self, piece: Piece, acc: Accumulation) -> torch.Tensor:
+        if not piece.tracked:
+            return self.gradient(piece).to(self._ring_dtype)
+        return torch.from_numpy(acc.whole()).to(self._ring_dtype)
+
+    @property
+    def _ring_dtype(self) -> torch.dtype:
+        """The gradient's own dtype; fp32 where a flush of half-precision gradients must leave nothing behind."""
+        wide = self.plan.flush and self._buffer.dtype.itemsize < 4
+        return torch.float32 if wide else self._buffer.dtype
+
+    # What comes back
+
+    def receive_payloads(self, gathered: torch.Tensor) -> None:
+        """Decode every rank's payload: uint8 [W, B]."""
+        self.arrivals = [unpack(self.plan, self._step, rank, row) for rank, row in enumerate(gathered.numpy())]
+
+    def receive_ring(self, reduced: torch.Tensor) -> None:
+        """Look at the reduced tensor, which is the one that was sent. A finite sum has only finite terms, so one pass is enough."""
+        self._ring_finite = bool(reduced.sum().isfinite()) or bool(reduced.isfinite().all())
+
+    def fault(self) -> str | None:
+        """Why this bucket makes the step a bad one, the same on every rank; None where it is fine."""
+        for arrival in self.arrivals:
+            for piece, not_finite in zip(self.plan.pieces, arrival.not_finite):
+                if not_finite:
+                    return f"rank {arrival.rank}: the gradient of {piece.name} (with its residual) is not finite"
+        if not self._ring_finite:
+            names = ", ".join(piece.name for piece in self.plan.rings)
+            return f"the reduced gradient of a dense parameter is not finite (one of: {names})"
+        for position, piece in self._by_payload():
+            if self._overflows(position):
+                return f"the mean gradient of {piece.name} overflows {self._buffer.dtype}"
+        return None
+
+    def _by_payload(self) -> Iterator[tuple[int, Piece]]:
+        """The pieces in the payload, with their position in every arrival's ``released``."""
+        return enumerate((*self.plan.sparse, *self.plan.rides))
+
+    def _released_by_all(self, position: int) -> list[Released]:
+        return [arrival.released[position] for arrival in self.arrivals]
+
+    def _overflows(self, position: int) -> bool:
+        limit = torch.finfo(self._buffer.dtype).max
+        largest = (float(np.abs(part.values).max(initial=0.0)) for part in self._released_by_all(position))
+        if sum(largest) * self._scale <= limit:
+            return False  # no element can be beyond what the largest of every rank sum to
+        return not bool(torch.from_numpy(self._sum(position)).to(self._buffer.dtype).isfinite().all())
+
+    def _sum(self, position: int) -> npt.NDArray[np.floating]:
+        """The mean over ranks of one piece, in fp32 (fp64 for fp64 buckets), added in rank order on every rank."""
+        released = self._released_by_all(position)
+        dtype = np.float64 if self._buffer.dtype == torch.float64 else np.float32
+        total = np.zeros(released[0].piece.numel, dtype)
+        for part in released:
+            self._add(total, part)
+        return total
+
+    def _add(self, total: Floats, part: Released) -> None:
+        values = part.values * total.dtype.type(self._scale)
+        if part.indices is None:
+            total += values
+        else:
+            total[part.indices] += values  # a rank's indices are unique
+
+    def _zero_everywhere(self) -> list[bool]:
+        """By piece: whether its gradient was zero on all ranks. It then releases nothing: DDP may throw the result away."""
+        if not self.arrivals:
+            return [False] * len(self.plan.pieces)
+        return [bool(zero) for zero in np.logical_and.reduce([arrival.zero for arrival in self.arrivals])]
+
+    # What becomes of it
+
+    def settle(self, feedback: Feedback) -> None:
+        """A good step: residual = residual + gradient - released. Must come before :meth:`fill`. Mutates the residuals."""
+        held_back = dict(zip((piece.name for piece in self.plan.pieces), self._zero_everywhere()))
+        for position, piece in self._by_payload():
+            if piece.tracked:
+                own = self.arrivals[self._rank].released[position]
+                values = None if held_back[piece.name] else own.values
+                feedback.keep(piece.name, self.gradient(piece), own.indices, values)
+        for piece in self.plan.rings:
+            if piece.tracked and held_back[piece.name]:
+                feedback.keep(piece.name, self.gradient(piece), None, None)
+            elif piece.tracked and self._ring_dtype.itemsize >= 4:
+                feedback.clear(piece.name)
+            elif piece.tracked:
+                sent = self._ring_part(piece, feedback.accumulate(piece.name, self.gradient(piece)))
+                feedback.keep(piece.name, self.gradient(piece), None, sent.float().numpy())
+
+    def fill(self) -> None:
+        """A good step: put the mean gradient into the buffer. Mutates the buffer."""
+        if not self.plan.header:
+            return
+        held_back = dict(zip((piece.name for piece in self.plan.pieces), self._zero_everywhere()))
+        direct = self._buffer.dtype in (torch.float32, torch.float64)
+        for position, piece in self._by_payload():
+            gradient = self.gradient(piece).zero_()
+            if held_back[piece.name]:
+                continue
+            if direct:
+                total = gradient.numpy()
+                for part in self._released_by_all(position):
+                    self._add(total, part)
+            else:
+                gradient.copy_(torch.from_numpy(self._sum(position)))
+        if self._ring is not None:
+            for piece, reduced in zip(self.plan.rings, torch.split(self._ring, [piece.numel for piece in self.plan.rings])):
+                gradient = self.gradient(piece)
+                gradient.zero_() if held_back[piece.name] else gradient.copy_(reduced)
+        self._ring = None
+
+    def spoil(self) -> None:
+        """A bad step: make every gradient NaN, so that a GradScaler skips on all ranks. Mutates the buffer."""
+        self._buffer.fill_(float("nan"))
+        self._ring = None
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements this rank sent, by whatever way."""
+        if not self.plan.header:
+            return self._buffer.numel()
+        by_payload = sum(part.values.size for part in self.arrivals[self._rank].released)
+        return by_payload + sum(piece.numel for piece in self.plan.rings)

@@ -1,0 +1,109 @@
+"""What a user holds of a registered hook: its traffic, its residuals, its switches and its state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradcomp.core.feedback import Feedback
+from gradcomp.ddp import checkpoint
+from gradcomp.ddp.agreement import agree
+from gradcomp.ddp.exchange import Exchange
+from gradcomp.ddp.payload import FLUSH, REMOVE
+from gradcomp.ddp.schedule import Schedule
+from gradcomp.ddp.traffic import Counters, Traffic
+
+
+class Handle:
+    """The public face of a hook's state; :func:`gradcomp.register` returns one."""
+
+    _shapes: dict[str, torch.Tensor]
+    _feedback: Feedback
+    _schedule: Schedule
+    _counters: Counters
+
+    last_error: Exception | None = None
+    """The typed error behind the RuntimeError that a backward pass raised, if one did."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent since registration; ``print`` it for a table."""
+        return self._counters.snapshot()
+
+    def residual(self, name: str) -> torch.Tensor:
+        """What has not been sent of a parameter's gradients: a new fp32 tensor in the parameter's shape.
+
+        Raises:
+            ValueError: no parameter of that name.
+        """
+        if name not in self._shapes:
+            raise ValueError(f"name must be a parameter's, one of {sorted(self._shapes)}, got {name!r}")
+        like = self._shapes[name]
+        held = self._feedback.get(name)
+        return (
+            torch.zeros(like.shape)
+            if held is None
+            else held.as_strided(like.shape, like.stride()).clone(memory_format=torch.contiguous_format)
+        )
+
+    def flush(self) -> None:
+        """Send every residual whole, once: announced in the next step's headers, done two steps later.
+
+        One rank's call is enough. In that step every parameter that holds a residual travels by the ring all-reduce, residual
+        included (half-precision gradients as fp32), and its residual becomes zero; a parameter whose gradient is zero on all
+        ranks keeps its residual, since DDP may throw its result away. A bad step is tried again.
+        """
+        self._schedule.announce |= FLUSH
+
+    def remove(self) -> None:
+        """Turn the hook dense: announced in the next step's headers; two steps later one flush, then plain DDP's all-reduce.
+
+        One rank's call is enough. A DDP model takes one hook in its life, so the hook stays registered.
+        """
+        self._schedule.announce |= REMOVE
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, for an exact resume on the same rank. A copy; passes ``torch.load(weights_only=True)``.
+
+        Keys: ``format``, ``rank`` and ``world_size`` (None outside a process group), ``step``, ``residual`` (name -> fp32 tensor
+        in the parameter's shape), ``capacity``, and what is announced but not yet done.
+        """
+        exchange = self._resolve()
+        return {
+            "format": checkpoint.FORMAT,
+            "rank": exchange.rank if exchange else None,
+            "world_size": exchange.world_size if exchange else None,
+            "residual": {name: self.residual(name) for name in self._shapes if name in self._feedback},
+            **self._schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`. The state is copied; nothing is loaded if anything is wrong with it.
+
+        After the first step this is collective: every rank calls it between the same two steps.
+
+        Raises:
+            ValueError: another format, rank or world size, or residuals that do not fit the model.
+            DesyncError: after the first step, if the ranks loaded states of different steps; on all ranks.
+        """
+        exchange = self._resolve()
+        checkpoint.check(state, self._shapes, exchange)
+        self._feedback.replace({name: self._in_memory_order(name, residual) for name, residual in state["residual"].items()})
+        self._schedule.load_state_dict(state)
+        if exchange is not None and self._has_run():
+            agree(exchange, self._description())
+
+    def _in_memory_order(self, name: str, residual: torch.Tensor) -> torch.Tensor:
+        like = self._shapes[name]
+        placed = torch.empty_strided(like.shape, like.stride()).copy_(residual)
+        return placed.as_strided((like.numel(),), (1,))
+
+    def _resolve(self) -> Exchange | None:
+        """The exchange, connected now if there is a process group to connect to."""
+        raise NotImplementedError
+
+    def _has_run(self) -> bool:
+        raise NotImplementedError
+
+    def _description(self) -> dict[str, str]:
+        raise NotImplementedError

@@ -1,0 +1,95 @@
+"""The communication hook: a bucket's life, top to bottom.
+
+This module must not import annotations from the future: DDP checks the hook's real annotation when it is registered.
+"""
+
+import numpy as np
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
+
+from gradcomp.core.scan import Accumulation, keep_largest
+from gradcomp.core.selection import Found, select
+from gradcomp.ddp.flight import Flight
+from gradcomp.ddp.payload import NOTHING, Chosen, pack
+from gradcomp.ddp.plan import Piece, Plan
+from gradcomp.ddp.state import SparseState
+
+
+def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Send the elements of a bucket that matter, keep the rest: register with ``model.register_comm_hook(state, sparse_hook)``.
+
+    Args:
+        state: a :class:`gradcomp.SparseState` made for the model's network.
+        bucket: DDP's bucket of local gradients, any real floating dtype, on the CPU.
+
+    Returns:
+        A future of the bucket's buffer holding the mean over ranks of what was released; all futures of a backward pass complete
+        together.
+
+    Communication:
+        See :class:`gradcomp.SparseState`. Issued here, in bucket order, never in a callback.
+
+    Raises:
+        DesyncError: the ranks disagree; on all ranks, before any payload moves.
+    """
+    try:
+        with torch.no_grad():
+            return _send(state, bucket)
+    except Exception as error:
+        state.give_up(error)
+        raise
+
+
+def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if bucket.buffer().layout != torch.strided:
+        raise ValueError("sparse gradients, as of Embedding(sparse=True), are not supported so far: use sparse=False")
+    step = state.step_of(bucket)
+    layout = state.layout_of(bucket)
+    buffer = bucket.buffer().detach()
+
+    # 1. Accumulate: residual + gradient, formed chunk by chunk when read; both stay untouched until the step completes.
+    sums = {piece.name: state.accumulate(piece, buffer[piece.start : piece.stop]) for piece in layout}
+
+    # 2. Select, by parameter. Rules that do not fix their count go first: what the ranks want decides how parameters travel.
+    with state.timed("select_s"):
+        found = {p.name: select(p.rule, p.name, sums[p.name], _shaped(buffer, p)) for p in layout if p.sized_by_history}
+    state.size(layout, {name: part.indices.size for name, part in found.items()})
+    plan = state.plan_of(layout, flush=step.flush)
+    flight = Flight(plan, step.number, state.exchange, buffer)
+
+    if plan.header:
+        with state.timed("select_s"):
+            chosen = [_choose(piece, plan, sums[piece.name], found.get(piece.name), buffer) for piece in plan.pieces]
+
+        # 3. Encode, into a buffer whose size every rank knows. 4. Account: what a rank releases is what its own bytes decode to,
+        # so nothing is subtracted here; the payload comes back with the others.
+        with state.timed("encode_s"):
+            payload = torch.from_numpy(pack(plan, step.number, step.flags, chosen))
+
+        # 5. Exchange: one all-gather, and beside it one ring all-reduce of what travels dense, both issued here.
+        # 6. Decode, in the callbacks of both.
+        step.watch(state.exchange.gather(payload), flight.receive_payloads)
+    ring = flight.load_ring(sums)
+    if ring is not None:
+        step.watch(state.exchange.ring(ring), flight.receive_ring)
+
+    # 7. Complete: the step does, for all of its buckets at once, when the last one has been decoded.
+    return step.board(flight, is_last=bucket.is_last())
+
+
+def _shaped(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return buffer[piece.start : piece.stop].as_strided(piece.shape, piece.stride)
+
+
+def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor) -> Chosen:
+    """What this rank sends of one piece, and what its header says about it."""
+    zero = piece.tracked and acc.is_zero()
+    wanted = 0 if found is None else found.indices.size
+    if piece.travel == "sparse":
+        indices, values, finite = found or select(piece.rule, piece.name, acc, _shaped(buffer, piece))
+        wanted = indices.size
+        indices, values = keep_largest(indices, values, piece.capacity)
+        return Chosen(indices, values, wanted, zero, finite)
+    values = acc.whole() if piece.travel == "ride" or plan.report else NOTHING.values
+    finite = bool(np.isfinite(values).all()) and (found is None or found.finite)
+    return Chosen(NOTHING.indices, values if piece.travel == "ride" else NOTHING.values, wanted, zero, finite)

@@ -1,0 +1,128 @@
+"""One rank's payload of one bucket, to bytes and back; its layout is the :class:`~gradcomp.ddp.plan.Plan`'s."""
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core import codec
+from gradcomp.core.scan import Floats, Indices
+from gradcomp.ddp.plan import COUNT_BYTES, FIXED_HEADER_BYTES, Piece, Plan
+from gradcomp.errors import DesyncError, PayloadError
+
+VERSION = 1
+FLUSH = 1
+"""Header flag: this rank asks for a flush."""
+REMOVE = 2
+"""Header flag: this rank asks for the hook to turn dense."""
+
+Bits = npt.NDArray[np.bool_]
+
+
+class Chosen(NamedTuple):
+    """What one rank selected of one piece, before encoding."""
+
+    indices: Indices
+    """Flat in the piece, ascending; empty where the piece does not travel sparse."""
+    values: Floats
+    """fp32: at the indices of a sparse piece, all of a riding one."""
+    wanted: int
+    """Elements the rule selected, sent or not."""
+    zero: bool
+    """Whether the local gradient (not the residual) is zero everywhere."""
+    finite: bool
+    """Whether everything seen of residual + gradient is finite."""
+
+
+NOTHING = Chosen(np.empty(0, np.int64), np.empty(0, np.float32), 0, False, True)
+"""No element of a piece."""
+
+
+class Released(NamedTuple):
+    """What one rank's payload gives every receiver of one piece: values at flat indices of the piece (None: at all of them)."""
+
+    piece: Piece
+    indices: Indices | None
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One rank's decoded payload."""
+
+    rank: int
+    flags: int
+    zero: Bits
+    """A bit a piece: the sender's gradient was zero everywhere."""
+    not_finite: Bits
+    """A bit a piece: the sender's residual + gradient was not finite."""
+    wanted: dict[str, int]
+    """By name, for each counted piece."""
+    released: list[Released]
+
+
+def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> npt.NDArray[np.uint8]:
+    """Write a payload of exactly ``plan.payload_bytes``; ``chosen`` is in the order of ``plan.pieces``."""
+    by_name = dict(zip((piece.name for piece in plan.pieces), chosen))
+    sparse = [by_name[piece.name] for piece in plan.sparse]
+    counts = [(by_name[piece.name].indices.size, by_name[piece.name].wanted) for piece in plan.counted]
+    sections = [
+        np.frombuffer(struct.pack("<BBHI", VERSION, flags, len(plan.pieces) & 0xFFFF, step & 0xFFFFFFFF), np.uint8),
+        np.packbits([part.zero for part in chosen], bitorder="little"),
+        np.packbits([not part.finite for part in chosen], bitorder="little"),
+        np.asarray(counts, "<u4").reshape(-1).view(np.uint8),
+    ]
+    indices = [part.indices + base for part, base in zip(sparse, plan.bases)]
+    if plan.capacity:
+        sections.append(codec.encode_indices(np.concatenate(indices), plan.universe, plan.capacity))
+    values = codec.encode_values(np.concatenate([part.values for part in sparse]), plan.values) if sparse else np.empty(0, np.uint8)
+    sections += [values, np.zeros(plan.capacity * codec.value_bytes(plan.values) - values.size, np.uint8)]
+    sections += [codec.encode_values(by_name[piece.name].values, plan.values) for piece in plan.rides]
+    payload = np.concatenate(sections)
+    if payload.size != plan.payload_bytes:
+        raise PayloadError(f"a payload of {payload.size} bytes was packed where the plan says {plan.payload_bytes}")
+    return payload
+
+
+def unpack(plan: Plan, step: int, rank: int, data: npt.NDArray[np.uint8]) -> Arrival:
+    """Parse and check one rank's payload; only true counts are read, never padding.
+
+    Raises:
+        PayloadError: another version, or indices that are not what the header announces.
+        DesyncError: the sender is at another step or has another number of parameters in the bucket.
+    """
+    version, flags, num_pieces, sent_step = struct.unpack("<BBHI", data[:FIXED_HEADER_BYTES].tobytes())
+    if version != VERSION:
+        raise PayloadError(f"rank {rank} sent a payload of version {version}; this gradcomp reads version {VERSION}")
+    if (num_pieces, sent_step) != (len(plan.pieces) & 0xFFFF, step & 0xFFFFFFFF):
+        raise DesyncError(
+            f"rank {rank} sent step {sent_step} of a bucket of {num_pieces} parameters where step {step} of {len(plan.pieces)} was due"
+        )
+    at = FIXED_HEADER_BYTES
+    bitmaps = np.unpackbits(data[at : at + 2 * plan.bitmap_bytes].reshape(2, -1), axis=1, bitorder="little").astype(bool)
+    zero, not_finite = bitmaps[:, : len(plan.pieces)]
+    at += 2 * plan.bitmap_bytes
+    counts = data[at : at + COUNT_BYTES * len(plan.counted)].copy().view("<u4").reshape(-1, 2).tolist()
+    at += COUNT_BYTES * len(plan.counted)
+    sent = {piece.name: count[0] for piece, count in zip(plan.counted, counts)}
+    released = []
+    width = codec.value_bytes(plan.values)
+    if plan.capacity:
+        split = at + codec.index_bytes(plan.universe, plan.capacity)
+        total = sum(sent[piece.name] for piece in plan.sparse)
+        indices = codec.decode_indices(data[at:split], plan.universe, plan.capacity, total)
+        values = codec.decode_values(data[split : split + total * width], plan.values)
+        at = split + plan.capacity * width
+        edges = np.searchsorted(indices, plan.bases)
+        for piece, base, low, high in zip(plan.sparse, plan.bases, edges, edges[1:]):
+            if high - low != sent[piece.name]:
+                raise PayloadError(f"rank {rank} announced {sent[piece.name]} elements of {piece.name} and sent {high - low}")
+            released.append(Released(piece, indices[low:high] - base, values[low:high]))
+    for piece in plan.rides:
+        stop = at + piece.numel * width
+        released.append(Released(piece, None, codec.decode_values(data[at:stop], plan.values)))
+        at = stop
+    wanted = {piece.name: count[1] for piece, count in zip(plan.counted, counts)}
+    return Arrival(rank, flags, zero, not_finite, wanted, released)

@@ -1,0 +1,61 @@
+"""From a DDP model to a registered hook: the only module that knows DDP models."""
+
+from collections.abc import Mapping
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.core.rules import AnyRule
+from gradcomp.ddp.handle import Handle
+from gradcomp.ddp.hook import sparse_hook
+from gradcomp.ddp.state import SparseState
+from gradcomp.errors import GradcompError
+
+
+def register(
+    ddp_model: DistributedDataParallel,
+    rule: AnyRule | None = None,
+    *,
+    overrides: Mapping[str, AnyRule] | None = None,
+    values: str = "bf16",
+    on_nonfinite: str = "propagate",
+    fallback: str = "dense",
+) -> Handle:
+    """Register the sparsifying hook on a DDP model; train as before.
+
+    Args:
+        ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU.
+        rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
+        overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
+        values: format of values in payloads: ``fp32``, ``bf16`` or ``fp16``.
+        on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks; ``raise`` raises on all ranks.
+        fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
+
+    Returns:
+        The handle: traffic, residuals, ``state_dict``, ``flush`` and ``remove``.
+
+    Raises:
+        ValueError: not a DDP model, or a setting out of its range.
+        GradcompError: the model has a hook already; DDP takes one in a model's life.
+
+    Communication:
+        None here; see :class:`gradcomp.SparseState` for a step's.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise ValueError(f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}")
+    if getattr(ddp_model, "mixed_precision", None) is not None:
+        raise ValueError("ddp_model must not use mixed_precision=, which takes DDP's only hook; use torch.autocast instead")
+    state = SparseState(
+        ddp_model.module,
+        rule,
+        overrides=overrides,
+        values=values,
+        on_nonfinite=on_nonfinite,
+        fallback=fallback,
+        group=ddp_model.process_group,
+    )
+    state.connect()
+    try:
+        ddp_model.register_comm_hook(state, sparse_hook)
+    except RuntimeError as error:
+        raise GradcompError("ddp_model has a communication hook already, and DDP takes one in a model's life") from error
+    return state

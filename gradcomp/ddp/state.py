@@ -1,0 +1,260 @@
+"""The hook's state: settings, residuals, the layouts that the ranks have agreed on, and the step under way."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradcomp.core import codec
+from gradcomp.core.feedback import Feedback
+from gradcomp.core.policy import Policy
+from gradcomp.core.rules import AnyRule, Dense, TopK, describe, is_dense
+from gradcomp.core.scan import Accumulation
+from gradcomp.ddp.agreement import agree, largest
+from gradcomp.ddp.exchange import Exchange
+from gradcomp.ddp.handle import Handle
+from gradcomp.ddp.plan import Piece, Plan, Routing
+from gradcomp.ddp.schedule import Schedule
+from gradcomp.ddp.step import Step
+from gradcomp.ddp.traffic import Counters, ring_bytes
+from gradcomp.errors import GradcompError, NonFiniteError
+
+
+def parameter_name(name: str) -> str:
+    """A parameter's name without what wrappers (DDP, torch.compile) put before and into it."""
+    return re.sub(r"^(module\.|_orig_mod\.)+", "", name).replace("._orig_mod.", ".")
+
+
+def _one_of(field: str, value: str, *allowed: str) -> str:
+    if value not in allowed:
+        raise ValueError(f"{field} must be one of {list(allowed)}, got {value!r}")
+    return value
+
+
+class SparseState(Handle):
+    """The state of :func:`gradcomp.sparse_hook`, for ``model.register_comm_hook(state, gradcomp.sparse_hook)``.
+
+    May be built before ``init_process_group``; the group is resolved at the first bucket. The module is held weakly.
+
+    Args:
+        module: the network, wrapped in DDP or not; its parameters real and on the CPU.
+        rule: the rule of parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
+        overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
+        values: format of values in payloads: ``fp32``, ``bf16`` or ``fp16``.
+        on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
+            raises from ``backward()`` on all ranks. Residuals stay as they were either way.
+        fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
+        group: the process group of the DDP model; the default group if None.
+
+    Raises:
+        ValueError: a setting out of its range, named with its value.
+
+    Communication:
+        A bucket: one all-gather of its payload, ``(W-1) * payload`` bytes a rank, and where some of its parameters travel dense
+        one ring all-reduce of those, ``2(W-1)/W`` of their bytes. A new bucket layout: one blocking all-gather of 16 bytes, and 8
+        for each parameter whose capacity has no history.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        rule: AnyRule | None = None,
+        *,
+        overrides: Mapping[str, AnyRule] | None = None,
+        values: str = "bf16",
+        on_nonfinite: str = "propagate",
+        fallback: str = "dense",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        policy = Policy(TopK(0.01) if rule is None else rule, overrides)
+        self._values = codec.check_values(values)
+        self._on_nonfinite = _one_of("on_nonfinite", on_nonfinite, "propagate", "raise")
+        self._reports = self._on_nonfinite == "raise"
+        self._fallback = _one_of("fallback", fallback, "dense", "never")
+        self._group = group
+        self._names = WeakTensorKeyDictionary()  # parameter -> name; keeps no parameter alive
+        self._shapes = {}
+        for raw, parameter in module.named_parameters():
+            self._add_parameter(parameter_name(raw), parameter)
+        if not self._shapes:
+            raise ValueError(f"module must have parameters, got a {type(module).__name__} without any")
+        policy.warn_unmatched(self._shapes)
+        self._rules = {name: policy.rule_for(name, like.shape) for name, like in self._shapes.items()}
+        self._feedback = Feedback()
+        self._schedule = Schedule()
+        self._counters = Counters()
+        self._connected: tuple[Exchange, Routing] | None = None
+        self._layouts: dict[tuple[int, tuple[str, ...]], tuple[Piece, ...]] = {}
+        self._plans: dict[tuple[Piece, ...], tuple[object, Plan]] = {}
+        self._step: Step | None = None
+
+    def _add_parameter(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.device.type != "cpu":
+            raise ValueError(f"parameter {name} must be on the CPU, the only device supported so far, got {parameter.device}")
+        if parameter.is_complex():
+            raise ValueError(f"parameter {name} must be real, complex ones are not supported so far, got {parameter.dtype}")
+        if name in self._shapes:
+            raise ValueError(f"two parameters are called {name} once the prefixes of wrappers are stripped")
+        self._names[parameter] = name
+        self._shapes[name] = torch.empty_like(parameter, device="meta")  # the strides of DDP's bucket views too
+
+    # Agreement
+
+    def connect(self) -> tuple[Exchange, Routing]:
+        """Resolve the process group, once, and with it what the world size decides."""
+        if self._connected is None:
+            group = self._group if self._group is not None else dist.group.WORLD
+            if group is None:
+                raise ValueError("group is None and there is no default process group: call init_process_group first")
+            exchange = Exchange(group, self._counters)
+            parameters = [(name, self._rules[name], like.numel(), like.dtype) for name, like in self._shapes.items()]
+            routing = Routing(parameters, values=self._values, fallback=self._fallback, world_size=exchange.world_size)
+            self._connected = exchange, routing
+            self._warn_inactive(routing, exchange.world_size)
+        return self._connected
+
+    @property
+    def exchange(self) -> Exchange:
+        """The collectives of the group, counted."""
+        return self.connect()[0]
+
+    def _warn_inactive(self, routing: Routing, world_size: int) -> None:
+        asked = {name: rule for name, rule in self._rules.items() if not is_dense(rule)}
+        if not asked or not all(isinstance(rule, TopK) for rule in asked.values()):
+            return  # nothing was asked for, or how much is known from the gradients alone
+        likes = self._shapes
+        if all(routing.route(n, rule, likes[n].numel(), likes[n].dtype, None)[0] != "sparse" for n, rule in asked.items()):
+            warnings.warn(
+                f"gradcomp: compression is configured but inactive: at world size {world_size} every parameter costs fewer bytes "
+                "dense; lower the density, or pass fallback='never' to insist",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _resolve(self) -> Exchange | None:
+        return self.exchange if self._connected is not None or dist.is_initialized() else None
+
+    def _has_run(self) -> bool:
+        return bool(self._layouts)
+
+    def _description(self) -> dict[str, str]:
+        settings = {"values": self._values, "on_nonfinite": self._on_nonfinite, "fallback": self._fallback}
+        progress = {key: repr(value) for key, value in self._schedule.state_dict().items() if key != "announce"}
+        held = {"parameters with a residual": repr(sorted(name for name in self._shapes if name in self._feedback))}
+        return settings | progress | held
+
+    # One step
+
+    def step_of(self, bucket: GradBucket) -> Step:
+        """The step that ``bucket`` belongs to; bucket 0 begins a new one."""
+        if bucket.index() == 0 or self._step is None:
+            schedule = self._schedule
+            self._step = Step(schedule.number, flags=schedule.announce, flush=schedule.flushing, complete=self._complete)
+        return self._step
+
+    def layout_of(self, bucket: GradBucket) -> tuple[Piece, ...]:
+        """The bucket's parameters and their places, agreed with all ranks the first time they are seen in this order."""
+        names = tuple(self._name_of(parameter) for parameter in bucket.parameters())
+        key = (bucket.index(), names)
+        if key not in self._layouts:
+            buffer, start, pieces = bucket.buffer(), 0, []
+            for name, grad in zip(names, bucket.gradients()):
+                shape, stride = tuple(grad.shape), grad.stride()
+                piece = Piece(
+                    name=name, rule=self._rules[name], start=start, numel=grad.numel(), dtype=grad.dtype, shape=shape, stride=stride
+                )
+                pieces.append(piece)
+                start += grad.numel()
+            if start != buffer.numel():
+                raise GradcompError(f"bucket {bucket.index()} has {buffer.numel()} elements, its parameters {start}")
+            listed = {f"parameter {p.name}": f"{p.shape}, {p.dtype}, {describe(p.rule)}" for p in pieces}
+            agree(self.exchange, self._description() | listed | {f"parameters of bucket {bucket.index()}": repr(names)})
+            self._layouts[key] = tuple(pieces)
+        layout = self._layouts[key]
+        return tuple(replace(piece, rule=Dense()) for piece in layout) if self._schedule.removed else layout
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        if parameter not in self._names:
+            shape = tuple(parameter.shape)
+            raise GradcompError(f"a parameter of shape {shape} in the bucket is not one of the module that the state was made for")
+        return str(self._names[parameter])
+
+    def size(self, layout: tuple[Piece, ...], wanted: Mapping[str, int]) -> None:
+        """Give parameters that are sized by history and have none their first capacities: collective where there are any."""
+        fresh = [piece for piece in layout if piece.sized_by_history and self._schedule.capacity(piece.name) is None]
+        if fresh:
+            for piece, most in zip(fresh, largest(self.exchange, [wanted[piece.name] for piece in fresh])):
+                self._schedule.start(piece.name, piece.numel, most)
+
+    def plan_of(self, layout: tuple[Piece, ...], *, flush: bool) -> Plan:
+        """How the bucket's parameters travel in this step: the same on all ranks."""
+        capacities = tuple(self._schedule.capacity(piece.name) for piece in layout)
+        token = (capacities, flush, tuple(piece.name in self._feedback for piece in layout))
+        cached = self._plans.get(layout)
+        if cached is None or cached[0] != token:
+            routed = [self._routed(piece, history, flush) for piece, history in zip(layout, capacities)]
+            if self._values == "fp32" and not any(p.tracked or p.sized_by_history or p.travel == "sparse" for p in routed):
+                # Nothing would be gathered but exact riders: plain DDP's one all-reduce, bit for bit, is cheaper.
+                routed = [replace(piece, travel="ring", capacity=0) for piece in routed]
+            cached = token, Plan(routed, self._values, flush=flush, report=self._reports and not self._schedule.removed)
+            self._plans[layout] = cached
+        return cached[1]
+
+    def _routed(self, piece: Piece, history: int | None, flush: bool) -> Piece:
+        routing = self.connect()[1]
+        if self._schedule.removed:
+            return replace(piece, travel="ring", capacity=0, tracked=False)
+        travel, capacity = routing.route(piece.name, piece.rule, piece.numel, piece.dtype, history)
+        if routing.keeps_rest(travel, piece.dtype):
+            self._feedback.ensure(piece.name, piece.numel)
+        if flush:
+            travel, capacity = "ring", 0
+        return replace(piece, travel=travel, capacity=capacity, tracked=piece.name in self._feedback)
+
+    def accumulate(self, piece: Piece, grad: torch.Tensor) -> Accumulation:
+        """Residual + gradient of a piece, formed when it is read."""
+        return self._feedback.accumulate(piece.name, grad)
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Count the seconds of a block under ``name``."""
+        return self._counters.timed(name)
+
+    def _complete(self, step: Step) -> None:
+        """All or nothing: every bucket settles its residuals and is filled, or every bucket is spoiled and no residual is touched."""
+        exchange = self.exchange
+        fault = next((fault for flight in step.flights if (fault := flight.fault())), None)
+        with self.timed("decode_s"):
+            for flight in step.flights:
+                if fault is None:
+                    flight.settle(self._feedback)
+                    flight.fill()
+                else:
+                    flight.spoil()
+        flown = [(flight.plan, flight.arrivals) for flight in step.flights]
+        self._schedule.advance(flown, announced=step.flags, bad=fault is not None)
+        for flight in step.flights:
+            size = flight.result.numel()
+            self._counters.add(
+                dense_bytes=ring_bytes(exchange.world_size, size * flight.result.element_size()),
+                payload_bytes=flight.plan.payload_bytes,
+                elements=size,
+                sent_elements=flight.sent_elements,
+            )
+        sparse = sum(len(plan.sparse) for plan, _ in flown)
+        self._counters.finish_step(bad=fault is not None, sparse_parameters=sparse, parameters=sum(len(p.pieces) for p, _ in flown))
+        self._step = None
+        if fault is not None and self._reports:
+            self.last_error = NonFiniteError(f"step {step.number}: {fault}")
+            raise self.last_error
+
+    def give_up(self, error: Exception) -> None:
+        """An error in the hook itself: remember it, and leave no future of the step open."""
+        self.last_error = error
+        if self._step is not None:
+            self._step.fail(error)

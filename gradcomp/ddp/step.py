@@ -1,0 +1,90 @@
+"""One synchronised backward pass: every bucket in flight, and the one gate behind which DDP finds all of them or none."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from gradcomp.ddp.flight import Flight
+
+T = TypeVar("T")
+
+
+class Step:
+    """A step is all or nothing: the futures handed to DDP complete together, when the last bucket has been decoded.
+
+    Args:
+        number: the step's number, equal on all ranks.
+        flags: what this rank announces in its headers.
+        flush: whether every residual is sent whole.
+        complete: called once, on the thread that finds everything decoded, before DDP gets anything; it may raise.
+    """
+
+    def __init__(self, number: int, *, flags: int, flush: bool, complete: "Callable[[Step], None]") -> None:
+        self.number = number
+        self.flags = flags
+        self.flush = flush
+        self.flights: list[Flight] = []
+        self.error: Exception | None = None
+        self._complete = complete
+        self._gate: torch.futures.Future[None] = torch.futures.Future()
+        self._lock = threading.Lock()
+        self._pending = 1  # the hook itself, until the last bucket has been issued
+        self._open = True
+
+    def watch(self, future: torch.futures.Future[T], receive: Callable[[T], None]) -> None:
+        """Have ``receive`` called with the future's result; the step waits for it. Its errors become the step's."""
+        with self._lock:
+            self._pending += 1
+
+        def arrived(finished: torch.futures.Future[T]) -> None:
+            try:
+                receive(finished.value())
+            except Exception as error:
+                self.fail(error)
+            self._done()
+
+        future.then(arrived)
+
+    def fail(self, error: Exception) -> None:
+        """End the step now: every future handed to DDP raises ``error``."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self.error = error
+        self._gate.set_result(None)
+
+    def board(self, flight: Flight, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Take a bucket's flight, issued in full, into the step.
+
+        Returns:
+            The future for DDP: the bucket's buffer once the whole step has completed, or the step's error.
+        """
+        self.flights.append(flight)
+
+        def open_gate(_: torch.futures.Future[None]) -> torch.Tensor:
+            if self.error is not None:
+                raise self.error
+            return flight.result
+
+        delivered: torch.futures.Future[torch.Tensor] = self._gate.then(open_gate)
+        if is_last:
+            self._done()
+        return delivered
+
+    def _done(self) -> None:
+        with self._lock:
+            self._pending -= 1
+            if self._pending or not self._open:
+                return
+        # Everything has arrived and DDP is still waiting: nobody else touches the residuals or the buckets now.
+        try:
+            self._complete(self)
+        except Exception as error:
+            self.fail(error)
+            return
+        with self._lock:
+            self._open = False
+        self._gate.set_result(None)

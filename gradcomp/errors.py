@@ -1,0 +1,21 @@
+"""Everything gradcomp raises that is not a plain ``ValueError``, in one place.
+
+A wrong setting is a ``ValueError`` raised where the setting is given. The classes below are for what can only be found out
+later: bytes that are not ours, ranks that disagree, gradients that are not finite.
+"""
+
+
+class GradcompError(Exception):
+    """Base of every error that gradcomp defines."""
+
+
+class PayloadError(GradcompError, ValueError):
+    """Bytes that are truncated, damaged or were not written by gradcomp's codec."""
+
+
+class DesyncError(GradcompError, RuntimeError):
+    """Ranks that disagree about settings, bucket layout or step. Raised on every rank, before any payload moves."""
+
+
+class NonFiniteError(GradcompError, ArithmeticError):
+    """A gradient was NaN or infinite and ``on_nonfinite="raise"`` was asked for. Raised on every rank."""

@@ -1,0 +1,267 @@
+"""Train a small transformer language model on real text, data-parallel, with a gradient compressor of your choice.
+
+    torchrun --standalone --nproc_per_node 2 scripts/train.py --rule topk --density 0.01 --steps 200
+
+The text is the documentation that ships inside CPython, so nothing is downloaded; ``--data FILE_OR_FOLDER`` trains on your own. The
+last line of standard output is one JSON record: configuration, versions, losses, seconds a step and all traffic fields.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import gradcomp
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what is out of range ends with a message that names it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--hook",
+        default="gradcomp",
+        choices=["none", "fp16", "bf16", "powersgd", "gradcomp"],
+        help="how gradients travel; none is plain DDP",
+    )
+    add("--rule", default="topk", choices=["topk", "threshold", "dense"], help="gradcomp: what matters")
+    add("--density", type=float, default=0.01, help="topk: fraction kept, in (0, 1]")
+    add("--threshold", type=float, default=1e-3, help="threshold: magnitude above which an element is sent")
+    add("--values", default="bf16", help="gradcomp: value format on the wire")
+    add("--powersgd-rank", type=int, default=1, help="powersgd: rank of the approximation")
+    add("--data", type=Path, help="a text file or a folder of them, instead of the bundled documentation")
+    add("--steps", type=int, default=200)
+    add("--batch", type=int, default=16, help="sequences a rank and step")
+    add("--context", type=int, default=128, help="bytes a sequence")
+    add("--d-model", type=int, default=128)
+    add("--layers", type=int, default=4)
+    add("--optimizer", default="adamw", choices=["adamw", "sgd"])
+    add("--lr", type=float, help="peak learning rate; 0.003 for adamw, 0.3 for sgd if not given")
+    add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping")
+    add("--seed", type=int, default=0)
+    add("--report", type=Path, help="folder for the record and the plot of all records in it")
+    add("--name", help="name of this run in the report")
+    args = parser.parse_args(argv)
+    for field, low in (("steps", 1), ("batch", 1), ("context", 2), ("d_model", 32), ("layers", 1), ("powersgd_rank", 1)):
+        if getattr(args, field) < low:
+            parser.error(f"--{field.replace('_', '-')} must be at least {low}, got {getattr(args, field)}")
+    if args.d_model % 32:
+        parser.error(f"--d-model must be a multiple of 32, got {args.d_model}")
+    if args.data is not None and not args.data.exists():
+        parser.error(f"--data must be a file or a folder, {args.data} does not exist")
+    try:
+        rule_of(args)
+        gradcomp.codec.check_values(args.values)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.lr is None:
+        args.lr = 0.003 if args.optimizer == "adamw" else 0.3
+    if args.name is None:
+        detail = {"topk": f"-{args.density:g}", "threshold": f"-{args.threshold:g}", "dense": ""}[args.rule]
+        args.name = f"{args.rule}{detail}-{args.values}" if args.hook == "gradcomp" else args.hook
+    return args
+
+
+def rule_of(args: argparse.Namespace) -> Any:
+    """The rule that the command line asks for."""
+    return {"topk": lambda: gradcomp.TopK(args.density), "threshold": lambda: gradcomp.Threshold(args.threshold), "dense": gradcomp.Dense}[
+        args.rule
+    ]()
+
+
+def read_text(path: Path | None) -> torch.Tensor:
+    """The text as bytes, int64 [length]: the bundled documentation, a file, or every file below a folder."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        text = "\n".join(topics[key] for key in sorted(topics)).encode()
+    else:
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        text = b"\n".join(file.read_bytes() for file in files)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block without biases."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.heads = d_model // 32
+        self.norm1, self.norm2 = nn.LayerNorm(d_model, bias=False), nn.LayerNorm(d_model, bias=False)
+        self.qkv, self.proj = nn.Linear(d_model, 3 * d_model, bias=False), nn.Linear(d_model, d_model, bias=False)
+        self.up, self.down = nn.Linear(d_model, 4 * d_model, bias=False), nn.Linear(4 * d_model, d_model, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, d_model] -> the same."""
+        split = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*split, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ByteModel(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, d_model: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(256, d_model), nn.Embedding(context, d_model)
+        self.blocks = nn.Sequential(*[Block(d_model) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(d_model, bias=False), nn.Linear(d_model, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if name.endswith(("proj.weight", "down.weight")) else 1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Int64 [batch, length + 1] -> mean loss in nats a byte."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        hidden = self.token(inputs) + self.place.weight[: inputs.shape[1]]
+        return F.cross_entropy(self.head(self.norm(self.blocks(hidden))).flatten(0, 1), targets.flatten())
+
+
+def batch_of(text: torch.Tensor, args: argparse.Namespace, generator: torch.Generator) -> torch.Tensor:
+    """Random sequences: int64 [batch, context + 1]."""
+    starts = torch.randint(len(text) - args.context - 1, (args.batch,), generator=generator)
+    return text[starts[:, None] + torch.arange(args.context + 1)]
+
+
+def validate(model: nn.Module, text: torch.Tensor, args: argparse.Namespace) -> float:
+    """Mean loss over 16 fixed batches, shared out over the ranks."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [batch_of(text, args, generator) for _ in range(16)]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with torch.no_grad():
+        total = sum((model(batch) for batch in batches[rank::world_size]), torch.zeros(()))
+    dist.all_reduce(total)
+    return float(total) / len(batches)
+
+
+def bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's bf16 hook under another name: DDP refuses the original without CUDA and NCCL, though gloo can do it."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+class Meter:
+    """Traffic by whatever hook: counted by gradcomp; for the others computed from what each hands to its all-reduce."""
+
+    def __init__(self, args: argparse.Namespace, model: DistributedDataParallel) -> None:
+        self.hook = args.hook
+        self.numel = sum(parameter.numel() for parameter in model.parameters())
+        self.handle: gradcomp.Handle | None = None
+        self.powersgd: Any = None
+        if args.hook == "gradcomp":
+            self.handle = gradcomp.register(model, rule_of(args), values=args.values)
+        elif args.hook == "powersgd":
+            self.powersgd = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=args.powersgd_rank, start_powerSGD_iter=10)
+            model.register_comm_hook(self.powersgd, powerSGD_hook.powerSGD_hook)
+        elif args.hook != "none":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook if args.hook == "fp16" else bf16_hook)
+
+    def read(self, steps: int) -> dict[str, Any]:
+        """The fields of ``gradcomp.Traffic``; where gradcomp did not count, only those that can be computed."""
+        if self.handle is not None:
+            return report.fields_of(self.handle.traffic) | {"bytes_are": "counted"}
+        elements: float = self.numel * steps
+        if self.powersgd is not None:
+            dense_steps = min(steps, self.powersgd.start_powerSGD_iter)
+            elements = self.numel * dense_steps + self.powersgd.total_numel_after_compression
+        width = 2 if self.hook in ("fp16", "bf16") else 4
+        share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+        dense, sent = int(share * 4 * self.numel * steps), int(share * width * elements)
+        return {
+            "steps": steps,
+            "dense_bytes": dense,
+            "sent_bytes": sent,
+            "received_bytes": sent,
+            "ratio": dense / sent if sent else 1.0,
+            "bytes_are": "computed",
+        }
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, and return the record of the run."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    text = read_text(args.data)
+    split = int(0.9 * len(text))
+    if len(text) - split <= args.context + 1:
+        raise SystemExit(f"--data has {len(text)} bytes; a context of {args.context} needs at least {10 * (args.context + 2)}")
+    torch.manual_seed(args.seed)
+    net = ByteModel(args.d_model, args.layers, args.context)
+    # torch's PowerSGD hook crosses its collectives on gloo when there are several buckets.
+    model = DistributedDataParallel(net, bucket_cap_mb=4096 if args.hook == "powersgd" else 1)
+    meter = Meter(args, model)
+    if args.optimizer == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    warmup = max(1, args.steps // 20)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, 0.05 + 0.475 * (1 + math.cos(math.pi * step / args.steps)))
+    )
+    generator = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank sees its own data
+    curve, seconds = [], []
+    bar = tqdm(range(args.steps), desc=args.name, disable=rank != 0, file=sys.stderr, mininterval=1.0)
+    for step in bar:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = model(batch_of(text[:split], args, generator))
+        loss.backward()
+        if args.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        scheduler.step()
+        seconds.append(time.perf_counter() - start)
+        traffic = meter.read(step + 1)
+        curve.append({"step": step + 1, "loss": loss.item(), "sent_bytes": traffic["sent_bytes"]})
+        if step % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}", ratio=f"{traffic['ratio']:.1f}x", sent=f"{traffic['sent_bytes'] / 1e6:.2f} MB")
+    val_loss = validate(net, text[split:], args)
+    if rank == 0 and meter.handle is not None:
+        print(meter.handle.traffic)
+    last = curve[-20:]
+    return {
+        "name": args.name,
+        "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "versions": {"gradcomp": gradcomp.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "world_size": world_size,
+        "parameters_numel": meter.numel,
+        "loss": sum(point["loss"] for point in last) / len(last),
+        "val_loss": val_loss,
+        "step_s": statistics.median(seconds[min(5, args.steps - 1) :]),
+        **meter.read(args.steps),
+        "curve": curve,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run under torchrun; alone it trains with one rank."""
+    args = parse(argv)
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    record = train(args)
+    if dist.get_rank() == 0:
+        if args.report is not None:
+            print(f"report: {report.write(args.report, record)}")
+        print(json.dumps({key: value for key, value in record.items() if key != "curve"}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Real processes over gloo, cheaply: a fork server that has torch imported already, one file as the rendezvous.
+
+``run_ranks(world_size, function, *args)`` calls ``function(rank, *args)`` on every rank, inside a process group, and returns the
+results in rank order. The function must be importable (top level of a module). The first failing rank's traceback is what the test
+fails with; ranks that outlive the limit dump their stacks and are killed.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "gradcomp"])
+
+
+def run_ranks(world_size, function, *args, timeout_s=60):
+    """Results of ``function(rank, *args)`` of every rank. The process group's own timeout is shorter than ``timeout_s``."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank, args=(rank, world_size, f"{folder}/store", theirs, timeout_s, function, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout_s + 10)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes, processes, deadline):
+    results, waiting = {}, dict(enumerate(pipes))
+    while waiting:
+        ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {sorted(waiting)} did not finish in time; their stacks are on stderr")
+        failed = []
+        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+            try:
+                ok, value = pickle.loads(waiting.pop(rank).recv_bytes())
+            except EOFError:
+                processes[rank].join(5)
+                ok, value = False, (time.time(), f"died with exit code {processes[rank].exitcode}")
+            if ok:
+                results[rank] = value
+            else:
+                failed.append((*value, rank))
+        if failed:
+            # A rank that fails takes its peers with it: give them a moment, and report the one that failed first.
+            for rank, pipe in waiting.items():
+                if pipe.poll(0.5):
+                    try:
+                        ok, value = pickle.loads(pipe.recv_bytes())
+                    except EOFError:
+                        continue
+                    if not ok:
+                        failed.append((*value, rank))
+            _, text, rank = min(failed)
+            raise AssertionError(f"rank {rank} failed:\n{text}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(rank, world_size, store, pipe, timeout_s, function, args):
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.__stderr__)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=".*barrier.*using the device under current context.*")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s / 2)
+        )
+        result = function(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps((True, result)))  # the connection's own pickler would share memory with a process that is ending
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, (time.time(), traceback.format_exc()))))
+    pipe.close()
+    os._exit(0)  # no teardown of threads that a failed collective may have left hanging

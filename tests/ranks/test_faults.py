@@ -1,0 +1,211 @@
+"""Steps that go wrong: what is not finite, ranks that disagree, settings that are wrong."""
+
+import pytest
+import torch
+from nets import Given, given_ddp, mixed_ddp, reduced
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+def shapes():
+    torch.manual_seed(0)
+    return {"a": torch.zeros(40, 40), "b": torch.zeros(7), "c": torch.zeros(50, 50), "d": torch.zeros(9000)}
+
+
+def grads(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(value.shape, generator=generator) for name, value in shapes().items()}
+
+
+def run_with_faults(rank, rule, values, name, value, bad_steps, bad_rank):
+    """Train with and without the bad steps; the two must agree in everything."""
+    runs = []
+    for faulty in (True, False):
+        overrides = {"b": gradcomp.Dense(), "d": gradcomp.Dense(), "*": rule}
+        model, handle = given_ddp(shapes(), rule, values, overrides=overrides, ddp={"bucket_cap_mb": 0.005}, fallback="never")
+        seen = []
+        for step in range(5):
+            local = grads(rank, step)
+            if step in bad_steps:
+                if not faulty:
+                    continue
+                if rank == bad_rank:
+                    local[name].view(-1)[3] = value
+                before = {key: handle.residual(key) for key in local}
+                spoiled = reduced(model, local)
+                assert all(bool(grad.isnan().all()) for grad in spoiled.values()), "every gradient of a bad step is NaN on all ranks"
+                assert all(torch.equal(handle.residual(key), before[key]) for key in local), "residuals are as before"
+            else:
+                seen.append(reduced(model, local))
+        runs.append((seen, {key: handle.residual(key) for key in local}, handle.traffic))
+    (with_faults, residuals, traffic), (without, expected, _) = runs
+    for ours, theirs in zip(with_faults, without):
+        for key in ours:
+            assert torch.equal(ours[key], theirs[key]), key
+    assert all(torch.equal(residuals[key], expected[key]) for key in residuals)
+    return traffic.bad_steps
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])
+@pytest.mark.parametrize("rule", ["topk", "function"])
+def test_a_bad_step_poisons_nothing(name, value, rule):
+    rule = gradcomp.TopK(0.05) if rule == "topk" else above_one
+    for bad_steps in ([0], [2, 3]):
+        assert run_ranks(2, run_with_faults, rule, "bf16", name, value, bad_steps, 1) == [len(bad_steps)] * 2
+
+
+def above_one(data, mask):
+    mask.copy_(data.abs() > 1)
+
+
+def infinite_beside_large(rank):
+    model, handle = given_ddp({"w": torch.zeros(2), "v": torch.zeros(3)}, gradcomp.Threshold(0.5), "fp32")
+    reduced(model, {"w": torch.tensor([0.0, 1e-3 if rank else 0.0]), "v": torch.ones(3)})
+    before = handle.residual("w")
+    spoiled = reduced(model, {"w": torch.tensor([1.0, 1e6 if rank else float("inf")]), "v": torch.ones(3)})
+    return before.tolist(), handle.residual("w").tolist(), all(bool(g.isnan().all()) for g in spoiled.values())
+
+
+def test_3_residuals_are_bit_identical_after_an_infinite_gradient():
+    quiet, loud = run_ranks(2, infinite_beside_large)
+    assert quiet == ([0, 0], [0, 0], True)
+    assert loud[0] == loud[1] == [0, pytest.approx(1e-3)]
+    assert loud[2]
+
+
+def overflowing(rank, rule):
+    model, handle = given_ddp({"w": torch.zeros(4, dtype=torch.float16), "v": torch.zeros(3)}, rule, "fp32", fallback="never")
+    local = torch.tensor([60000.0, 1, 1, 1], dtype=torch.float16)
+    seen = []
+    for _ in range(2):
+        seen.append(bool(reduced(model, {"w": local, "v": torch.ones(3)})["v"].isnan().all()))
+    return seen, handle.residual("w").tolist()
+
+
+def accumulate_only(data, mask):
+    """Selects only what two steps have added up to."""
+    mask.copy_(data.abs() > 100_000)
+
+
+def test_an_overflow_that_only_the_cast_produces_is_a_bad_step():
+    for seen, residual in run_ranks(2, overflowing, accumulate_only):
+        assert seen == [False, True]
+        assert residual == [60000, 1, 1, 1]
+
+
+def raising(rank, name):
+    model, handle = given_ddp(
+        shapes(), gradcomp.TopK(0.1), "bf16", overrides={"d": gradcomp.Dense(), "*": gradcomp.TopK(0.1)}, on_nonfinite="raise"
+    )
+    reduced(model, grads(rank, 0))
+    before = handle.residual("a")
+    local = grads(rank, 1)
+    if rank == 1:
+        local[name].view(-1)[2] = float("nan")
+    with pytest.raises(RuntimeError, match=f"NonFiniteError.*rank 1.*{name}"):
+        reduced(model, local)
+    assert torch.equal(handle.residual("a"), before)
+    return type(handle.last_error), str(handle.last_error)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "d"])
+def test_raise_names_rank_and_parameter_on_every_rank(name):
+    for kind, text in run_ranks(2, raising, name):
+        assert kind is gradcomp.NonFiniteError
+        assert f"rank 1: the gradient of {name}" in text
+
+
+def disagreeing(rank, kwargs_of_rank, rule_of_rank):
+    torch.manual_seed(0)
+    model = mixed_ddp()
+    handle = gradcomp.register(model, rule_of_rank[rank], **kwargs_of_rank[rank])
+    try:
+        model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    except gradcomp.DesyncError as error:
+        return str(error), handle.traffic.payload_bytes, handle.last_error is error
+    return None
+
+
+TOPK = gradcomp.TopK(0.01)
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "words"),
+    [
+        ([TOPK, TOPK, TOPK], [{"values": "bf16"}, {"values": "bf16"}, {"values": "fp32"}], ["rank 2", "values", "fp32 against bf16"]),
+        ([TOPK, gradcomp.TopK(0.02), TOPK], [{}] * 3, ["rank 1", "on parameter embed.weight", "TopK(density=0.02)", "TopK(density=0.01)"]),
+        ([TOPK, TOPK, TOPK], [{}, {"fallback": "never"}, {}], ["rank 1", "fallback", "never against dense"]),
+        ([TOPK, TOPK, TOPK], [{}, {}, {"overrides": {"embed.*": gradcomp.Dense()}}], ["rank 2", "embed.weight", "Dense()"]),
+    ],
+)
+def test_ranks_that_disagree_all_raise_before_a_payload_moves(rules, options, words):
+    for text, payload_bytes, remembered in run_ranks(3, disagreeing, options, rules):
+        assert all(word in text for word in words), text
+        assert payload_bytes == 0
+        assert remembered
+
+
+def wrongly_registered(rank):
+    model = mixed_ddp()
+    errors = []
+    attempts = [
+        (lambda: gradcomp.register(model.module), "ddp_model must be"),
+        (lambda: gradcomp.register(model, 0.01), "rule must be a rule"),
+        (lambda: gradcomp.register(model, gradcomp.TopK), "got the class TopK"),
+        (lambda: gradcomp.register(model, values="fp8"), "values must be one of"),
+        (lambda: gradcomp.register(model, on_nonfinite="ignore"), "on_nonfinite must be one of"),
+        (lambda: gradcomp.register(model, fallback="maybe"), "fallback must be one of"),
+        (lambda: gradcomp.SparseState(nn.Module()), "must have parameters"),
+        (lambda: gradcomp.SparseState(Given(w=torch.zeros(2, dtype=torch.complex64))), "must be real"),
+        (lambda: gradcomp.SparseState(Given(w=torch.zeros(2, device="meta"))), "must be on the CPU"),
+    ]
+    for attempt, words in attempts:
+        with pytest.raises(ValueError, match=words) as caught:
+            attempt()
+        errors.append(str(caught.value))
+    gradcomp.register(model)
+    with pytest.raises(gradcomp.GradcompError, match="already"):
+        gradcomp.register(model)
+    return len(errors)
+
+
+def test_wrong_settings_are_refused_with_field_and_value():
+    assert run_ranks(1, wrongly_registered) == [9]
+
+
+def sparse_gradients(rank):
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2)))
+    gradcomp.register(model)
+    with pytest.raises(ValueError, match="sparse=False"):
+        model(torch.tensor([1, 1, 2 + rank])).sum().backward()
+    return True
+
+
+def test_sparse_gradients_are_refused_clearly():
+    assert run_ranks(2, sparse_gradients) == [True, True]
+
+
+def failing(rank):
+    calls = []
+
+    def rule(data, mask):
+        calls.append(1)
+        if len(calls) > 4:
+            raise KeyError("no such thing")
+        mask.fill_(True)
+
+    model, handle = given_ddp(shapes(), rule, ddp={"bucket_cap_mb": 0.005}, fallback="never")
+    reduced(model, grads(rank, 0))
+    with pytest.raises(KeyError, match="no such thing"):
+        reduced(model, grads(rank, 1))
+    return type(handle.last_error)
+
+
+def test_an_error_in_a_rule_reaches_the_user():
+    assert run_ranks(2, failing) == [KeyError] * 2

@@ -1,0 +1,193 @@
+"""The handle: flush, remove, state_dict and load_state_dict, traffic."""
+
+import io
+
+import pytest
+import torch
+from nets import Mixed, given_ddp, loss_of, mixed_ddp, reduced, tokens
+from ranks import run_ranks
+
+import gradcomp
+from gradcomp.core import codec
+
+RULES = {"topk": gradcomp.TopK(0.05), "threshold": gradcomp.Threshold(0.02)}
+
+
+def dyadic(rank, step, dtype=torch.float32):
+    """Gradients that are small multiples of 1/64, so that sums are exact; the last parameter is unused on even steps."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shapes = {"a": (40, 40), "b": (7,), "c": (50, 50), "d": (9000,)}
+    draws = {name: torch.randint(-512, 513, shape, generator=generator).double() / 64 for name, shape in shapes.items()}
+    if step % 2 == 0:
+        draws["c"] = torch.zeros(50, 50, dtype=torch.float64)
+    return {name: draw.to(dtype) for name, draw in draws.items()}
+
+
+def conserve(rank, rule, values, dtype, action, steps, world_size):
+    """Sum of reduced gradients + mean residual == sum of mean dense gradients, exactly; residuals after each step."""
+    shapes = {name: torch.zeros_like(grad) for name, grad in dyadic(0, 0, dtype).items()}
+    overrides = {"b": gradcomp.Dense(), "d": gradcomp.Dense(), "*": rule}
+    model, handle = given_ddp(shapes, rule, values, overrides=overrides, ddp={"bucket_cap_mb": 0.02}, fallback="never")
+    totals = {name: torch.zeros(grad.shape, dtype=torch.float64) for name, grad in shapes.items()}
+    pending = []
+    for step in range(steps):
+        if step == 3 and action and rank == world_size - 1:
+            getattr(handle, action)()
+        for name, grad in reduced(model, dyadic(rank, step, dtype)).items():
+            totals[name] += grad.double()
+        pending.append(sum(int(handle.residual(name).count_nonzero()) for name in shapes))
+    return totals, {name: handle.residual(name) for name in shapes}, pending, handle.traffic
+
+
+@pytest.mark.parametrize("action", ["", "flush", "remove"])
+@pytest.mark.parametrize(("rule", "values"), [("topk", "fp32"), ("topk", "bf16"), ("threshold", "bf16"), ("threshold", "fp16")])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nothing_is_lost_over_a_run(world_size, rule, values, action):
+    steps = 8
+    chosen = RULES["topk"] if rule == "topk" else gradcomp.Threshold(4.0)
+    results = run_ranks(world_size, conserve, chosen, values, torch.float32, action, steps, world_size)
+    for name, total in results[0][0].items():
+        exact = sum(dyadic(rank, step)[name].double() for rank in range(world_size) for step in range(steps)) / world_size
+        left = sum(residuals[name].double() for _, residuals, _, _ in results) / world_size
+        assert torch.equal(total + left, exact), name
+    for _, _, pending, traffic in results:
+        assert all(pending[:5])
+        if action:
+            # Announced in step 3, done in step 5, in which every parameter has a gradient: nothing is pending.
+            assert pending[5] == 0
+        if action == "flush":
+            assert pending[6] > 0
+        if action == "remove":
+            assert pending[5:] == [0] * 3
+            assert traffic.sparse_parameters == 0
+
+
+def test_a_flush_of_half_precision_leaves_nothing():
+    for _, _, pending, traffic in run_ranks(2, conserve, RULES["topk"], "bf16", torch.bfloat16, "flush", 7, 2):
+        assert pending[5] == 0
+        assert traffic.bad_steps == 0
+
+
+def straight_or_resumed(rank, rule, resumed):
+    model = mixed_ddp()
+    handle = gradcomp.register(model, overrides={"*.weight": RULES[rule]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(8):
+        if step == 4 and resumed:
+            file = io.BytesIO()
+            torch.save({"hook": handle.state_dict(), "net": model.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            assert {"format", "rank", "world_size", "step", "residual"} <= saved["hook"].keys()
+            assert saved["hook"]["step"] == 4
+            assert saved["hook"]["rank"] == rank
+            model = mixed_ddp()
+            handle = gradcomp.register(model, overrides={"*.weight": RULES[rule]})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            handle.load_state_dict(saved["hook"])
+            model.module.load_state_dict(saved["net"])
+            optimizer.load_state_dict(saved["optimizer"])
+        optimizer.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], {name: handle.residual(name) for name, _ in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_6_resume_is_exact(rule):
+    straight, resumed = run_ranks(2, straight_or_resumed, rule, False), run_ranks(2, straight_or_resumed, rule, True)
+    for (weights, residuals), (others, other_residuals) in zip(straight, resumed):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, others))
+        assert all(torch.equal(residuals[name], other_residuals[name]) for name in residuals)
+    assert not torch.equal(straight[0][1]["head.weight"], straight[1][1]["head.weight"]), "each rank has its own residual"
+
+
+def refused(rank):
+    model = mixed_ddp()
+    handle = gradcomp.register(model)
+    loss_of(model, tokens(rank, 0)).backward()
+    good = handle.state_dict()
+    before = handle.residual("head.weight")
+    good["residual"]["head.weight"].add_(1)
+    assert torch.equal(handle.residual("head.weight"), before), "a state is a copy"
+    wrong = [
+        ({**good, "format": 99}, "another version"),
+        ({key: good[key] for key in good if key != "capacity"}, "capacity"),
+        ({**good, "world_size": 3}, "world_size"),
+        ({**good, "rank": 1 - rank}, "'rank'"),
+        ({**good, "residual": {"nobody": torch.zeros(1)}}, "nobody"),
+        ({**good, "residual": {"head.weight": torch.zeros(3)}}, r"shape \(30, 96\), got \(3,\)"),
+        ({**good, "residual": {"head.weight": torch.full((30, 96), float("nan"))}}, "finite"),
+    ]
+    for state, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            handle.load_state_dict(state)
+        assert torch.equal(handle.residual("head.weight"), before), "nothing is half loaded"
+    with pytest.raises(ValueError, match="'nobody'"):
+        handle.residual("nobody")
+    handle.load_state_dict(good)
+    assert torch.equal(handle.residual("head.weight"), before + 1)
+    with pytest.raises(gradcomp.DesyncError, match=r"rank 1 disagrees with rank 0 on step: 11 against 1"):
+        handle.load_state_dict({**good, "step": 1 + 10 * rank})
+    return True
+
+
+def test_a_state_that_does_not_fit_is_refused_whole():
+    assert run_ranks(2, refused) == [True, True]
+
+
+def strided(rank):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 8, 3)).to(memory_format=torch.channels_last)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    handle = gradcomp.register(model, overrides={"*": gradcomp.TopK(0.01)}, values="fp32")
+    x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(rank))
+    local = torch.autograd.grad(net(x).square().sum(), net.parameters())
+    model(x).square().sum().backward()
+    names = [name for name, _ in net.named_parameters()]
+    saved = handle.state_dict()
+    handle.load_state_dict(saved)
+    return {name: (grad, handle.residual(name), p.grad) for name, grad, p in zip(names, local, net.parameters())}
+
+
+def test_residuals_have_the_shape_of_channels_last_parameters():
+    for name, (grad, residual, mean) in (ours := run_ranks(2, strided))[0].items():
+        sent = grad - residual
+        assert 0 < sent.count_nonzero() < grad.numel()
+        other = ours[1][name]
+        torch.testing.assert_close((sent + other[0] - other[1]) / 2, mean)
+
+
+def hand_count(rank, world_size):
+    torch.manual_seed(0)
+    model = mixed_ddp(bucket_cap_mb=25)
+    handle = gradcomp.register(model, gradcomp.TopK(0.01), values="bf16")
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+    return handle.traffic
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_counted_bytes_equal_a_hand_count(world_size):
+    sizes = {name: p.numel() for name, p in Mixed().named_parameters()}
+    sparse = {
+        name: max(1, int(0.01 * n + 0.5))
+        for name, n in sizes.items()
+        if name in ("embed.weight", "conv.weight", "hidden.weight", "head.weight")
+    }
+    universe, kept = sum(sizes[name] for name in sparse), sum(sparse.values())
+    riding = sum(sizes.values()) - universe
+    payload = 8 + 2 * 2 + 8 * 4 + codec.index_bytes(universe, kept) + 2 * (kept + riding)
+    for traffic in run_ranks(world_size, hand_count, world_size):
+        assert traffic.steps == 3
+        assert traffic.payload_bytes == 3 * payload
+        assert traffic.dense_bytes == 3 * (2 * (world_size - 1) * 4 * sum(sizes.values()) // world_size)
+        assert traffic.sent_bytes == traffic.received_bytes == (world_size - 1) * (3 * payload + 2 * 16)  # two layouts, two digests
+        assert traffic.ratio == (1.0 if world_size == 1 else traffic.dense_bytes / traffic.sent_bytes)
+        assert traffic.elements == 3 * sum(sizes.values())
+        assert min(traffic.select_s, traffic.encode_s, traffic.decode_s, traffic.exchange_s) > 0
+        assert traffic.density == (kept + riding) / sum(sizes.values())
+        assert ("one rank: nothing has to be sent" in str(traffic)) == (world_size == 1)
+        with pytest.raises(AttributeError):
+            traffic.steps = 4
