@@ -214,7 +214,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     generator = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank sees its own data
     curve, seconds = [], []
-    bar = tqdm(range(args.steps), desc=args.name, disable=rank != 0, file=sys.stderr, mininterval=1.0)
+    bar = tqdm(range(args.steps), desc=args.name, disable=rank != 0, file=sys.stderr, mininterval=1 if sys.stderr.isatty() else 10)
     for step in bar:
         start = time.perf_counter()
         optimizer.zero_grad()

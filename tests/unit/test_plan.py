@@ -136,7 +136,7 @@ def test_foreign_and_damaged_payloads_are_refused():
     plan = example()
     chosen = [choose(100, [3], [1.0]), choose(7, [], [0] * 7), NOTHING, choose(300, [0], [1.0]), NOTHING]
     data = pack(plan, 3, 0, chosen)
-    with pytest.raises(gradcomp.DesyncError, match="rank 1 sent step 3 .* where step 4"):
+    with pytest.raises(gradcomp.DesyncError, match=r"rank 1 sent step 3 .* where step 4"):
         unpack(plan, 4, 1, data)
     other = data.copy()
     other[0] = 9

@@ -1,0 +1,96 @@
+"""The scripts as a user runs them: torchrun, real processes, and the record read back."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--steps", "12", "--d-model", "64", "--layers", "1", "--batch", "4", "--context", "32"]
+TRAFFIC = {
+    "steps", "dense_bytes", "payload_bytes", "sent_bytes", "received_bytes", "ratio", "density",
+    "select_s", "encode_s", "exchange_s", "decode_s",
+}  # fmt: skip
+
+
+def torchrun(ranks, *arguments):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        "scripts/train.py",
+        *arguments,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, json.loads(run.stdout.splitlines()[-1])
+
+
+def test_topk_end_to_end(tmp_path):
+    out, record = torchrun(2, *SMALL, "--rule", "topk", "--density", "0.01", "--report", str(tmp_path), "--name", "topk")
+    assert record.keys() >= TRAFFIC | {"config", "versions", "world_size", "loss", "val_loss", "step_s"}
+    assert record["config"]["density"] == 0.01
+    assert record["versions"].keys() == {"gradcomp", "torch", "python"}
+    assert (record["world_size"], record["steps"], record["bytes_are"]) == (2, 12, "counted")
+    assert record["val_loss"] < math.log(256) - 0.3, "it learns"
+    assert 60 < record["ratio"] < 150
+    assert 0.009 < record["density"] < 0.03
+    assert record["ratio"] == record["dense_bytes"] / record["sent_bytes"]
+    assert "against bf16" in out
+    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+    saved = json.loads((tmp_path / "topk.json").read_text())
+    assert saved["val_loss"] == record["val_loss"]
+    assert [point["step"] for point in saved["curve"]] == list(range(1, 13))
+    shown = subprocess.run([sys.executable, "scripts/report.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"{record['ratio']:.1f}x" in shown.stdout
+    assert f"{record['val_loss']:.3f}" in shown.stdout
+
+
+def test_dense_rule_trains_like_plain_ddp():
+    _, plain = torchrun(2, *SMALL, "--hook", "none")
+    _, dense = torchrun(2, *SMALL, "--rule", "dense", "--values", "fp32")
+    assert dense["val_loss"] == plain["val_loss"]
+    assert dense["loss"] == plain["loss"]
+    assert dense["dense_bytes"] == plain["dense_bytes"] == plain["sent_bytes"]
+
+
+def test_threshold_on_the_users_own_text(tmp_path):
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("abcdefgh " * 500)
+    _, record = torchrun(2, *SMALL, "--rule", "threshold", "--threshold", "0.01", "--optimizer", "sgd", "--data", str(tmp_path))
+    assert record["val_loss"] < 4
+    assert record["ratio"] > 1
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_the_hooks_beside_ours(hook):
+    _, record = torchrun(2, *SMALL, "--hook", hook)
+    assert math.isfinite(record["val_loss"])
+    assert record["bytes_are"] == "computed"
+    assert record["ratio"] == pytest.approx(2) if hook != "powersgd" else record["ratio"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--density", "1.5"], "TopK.density"),
+        (["--rule", "threshold", "--threshold", "-1"], "Threshold.tau"),
+        (["--values", "fp8"], "values must be one of"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--data", "nowhere"], "nowhere does not exist"),
+        (["--d-model", "33"], "--d-model must be a multiple of 32, got 33"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(arguments, words):
+    run = subprocess.run([sys.executable, "scripts/train.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert words in run.stderr
+    assert "Traceback" not in run.stderr
