@@ -20,9 +20,26 @@ def threshold_indices(data, tau):
 
 
 def rounded(values, form):
-    """What a receiver decodes of fp32 values: rounded to the format, saturating at its finite range."""
-    limit = torch.finfo(FORMATS[form]).max
-    return torch.tensor([max(-limit, min(limit, x)) for x in values.double().tolist()], dtype=torch.float64).to(FORMATS[form]).float()
+    """What a receiver decodes of one parameter's fp32 values: rounded to the format, saturating at its finite range."""
+    listed = values.double().tolist()
+    if form in FORMATS:
+        limit = torch.finfo(FORMATS[form]).max
+        return torch.tensor([max(-limit, min(limit, x)) for x in listed], dtype=torch.float64).to(FORMATS[form]).float()
+    if not listed:
+        return torch.empty(0)
+    magnitudes = [abs(x) for x in listed]
+    largest = torch.finfo(torch.float32).max
+    if form == "sign":
+        scale = max(2.0**-149, fp32(math.fsum(magnitudes) / len(magnitudes)))
+        return torch.tensor([math.copysign(scale, x) for x in listed])
+    scale = max(2.0**-149, fp32(max(magnitudes) / 127))
+    steps = [max(-127, min(127, round(fp32(fp32(x) / scale)))) for x in listed]  # Python rounds halves to even, as numpy does
+    return torch.tensor([max(-largest, min(largest, step * scale)) for step in steps], dtype=torch.float64).float()
+
+
+def fp32(number):
+    """The nearest fp32 number."""
+    return float(torch.tensor(number, dtype=torch.float64).float())
 
 
 def accumulated(residual, grad):

@@ -5,10 +5,10 @@ the lowest L bits are stored as they are, and the rest as a bitmap in which bit 
 ``K*L + K + (N-K >> L)`` bits at the best L, depends on N and K alone, so every rank knows it beforehand; L = 0 is the plain bitmap
 of N bits, chosen by itself where that is smaller. Measured cost over the bound ``log2 C(N, K)``: at most 0.59 bit an index.
 
-**Values** are written as fp32, bf16 or fp16; what exceeds the range of a narrow format saturates at its largest finite value.
+**Values** are written as :mod:`gradcomp.core.values` says.
 
 Layout of a payload of :func:`encode`, little-endian: ``b"GC"``, version, value format, dtype, ndim (one byte each), ndim uint64
-sizes, K as uint64, the index bits (low bits, then bitmap, one bit string), the values.
+sizes, K as uint64, the scale as fp32 (0 for formats without one), the index bits (low bits, then bitmap, one bit string), the values.
 
 Reference:
     Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 1974; Vigna, "Quasi-succinct
@@ -23,28 +23,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcomp.core.scan import Floats, Indices
+from gradcomp.core.scan import Indices
 from gradcomp.core.selection import Selection
+from gradcomp.core.values import FORMATS, check_values, decode_values, encode_values, scale_of
 from gradcomp.errors import PayloadError
 
 Bytes = npt.NDArray[np.uint8]
 
-VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Value formats, by their public name. Their order is their code on the wire."""
-
 _VERSION = 1
 _MAGIC = b"GC"
-_FORMATS = list(VALUE_DTYPES)
 _TENSOR_DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 ]  # fmt: skip
-
-
-def check_values(values: str) -> str:
-    """Return ``values`` if it names a value format; raise a ``ValueError`` otherwise."""
-    if values not in VALUE_DTYPES:
-        raise ValueError(f"values must be one of {_FORMATS}, got {values!r}")
-    return values
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +78,8 @@ def decode_indices(data: Bytes, numel: int, count: int, sent: int) -> Indices:
     size = index_bits(numel, count)
     if data.size != -(-size // 8):
         raise PayloadError(f"{count} indices below {numel} take {-(-size // 8)} bytes, got {data.size}")
+    if sent > count:
+        raise PayloadError(f"{sent} indices were announced where there is room for {count}")
     bits = np.unpackbits(data, count=size, bitorder="little")
     places = np.flatnonzero(bits[count * low :])
     if places.size != sent:
@@ -105,50 +97,31 @@ def decode_indices(data: Bytes, numel: int, count: int, sent: int) -> Indices:
     return indices
 
 
-def encode_values(values: Floats, form: str) -> Bytes:
-    """Write values (fp32 or fp64, any number) in ``form``, saturating at its finite range; NaN stays NaN."""
-    dtype = VALUE_DTYPES[form]
-    limit = torch.finfo(dtype).max
-    narrow = torch.from_numpy(np.ascontiguousarray(values)).clamp(-limit, limit).to(dtype)
-    return narrow.view(torch.uint8).numpy() if narrow.numel() else np.empty(0, np.uint8)
-
-
-def decode_values(data: Bytes, form: str) -> npt.NDArray[np.float32]:
-    """Read values back as fp32, which holds every value of every format exactly."""
-    if not data.size:
-        return np.empty(0, np.float32)
-    return torch.from_numpy(data.copy()).view(VALUE_DTYPES[form]).to(torch.float32).numpy()
-
-
-def value_bytes(form: str) -> int:
-    """Bytes a value takes in ``form``."""
-    return VALUE_DTYPES[form].itemsize
-
-
 def encode(selection: Selection, values: str = "bf16") -> torch.Tensor:
     """Write a selection as bytes.
 
     Args:
         selection: K of N elements; on any device (it is copied to the CPU).
-        values: value format, one of ``fp32``, ``bf16``, ``fp16``.
+        values: value format, one of ``fp32``, ``bf16``, ``fp16``, ``int8``, ``sign``.
 
     Returns:
-        A new uint8 CPU tensor of ``14 + 8*ndim + index_bytes(N, K) + K*value_bytes(values)`` bytes.
+        A new uint8 CPU tensor of ``18 + 8*ndim + index_bytes(N, K) + ceil(K * value bits / 8)`` bytes.
 
     Raises:
         ValueError: an unknown format, a dtype that has no code, or a value that is not finite.
     """
-    check_values(values)
+    form = FORMATS[check_values(values)]
     if selection.dtype not in _TENSOR_DTYPES:
         raise ValueError(f"selection.dtype must be one of {_TENSOR_DTYPES}, got {selection.dtype}")
     exact = selection.values.detach().cpu().to(torch.float64 if selection.values.dtype.itemsize > 4 else torch.float32).numpy()
     if not np.isfinite(exact).all():
         raise ValueError(f"selection.values must be finite, got {int((~np.isfinite(exact)).sum())} that are not")
     numel, count = selection.shape.numel(), selection.indices.numel()
-    codes = (_VERSION, _FORMATS.index(values), _TENSOR_DTYPES.index(selection.dtype), len(selection.shape))
-    header = struct.pack(f"<2s4B{len(selection.shape)}QQ", _MAGIC, *codes, *selection.shape, count)
+    scale = scale_of(exact, form)
+    codes = (_VERSION, list(FORMATS).index(values), _TENSOR_DTYPES.index(selection.dtype), len(selection.shape))
+    header = struct.pack(f"<2s4B{len(selection.shape)}QQf", _MAGIC, *codes, *selection.shape, count, scale)
     body = encode_indices(selection.indices.cpu().numpy(), numel, count)
-    return torch.from_numpy(np.concatenate([np.frombuffer(header, np.uint8), body, encode_values(exact, values)]))
+    return torch.from_numpy(np.concatenate([np.frombuffer(header, np.uint8), body, encode_values(exact, form, scale)]))
 
 
 def decode(payload: torch.Tensor) -> Selection:
@@ -172,22 +145,24 @@ def decode(payload: torch.Tensor) -> Selection:
     version, form_code, dtype_code, ndim = (int(code) for code in data[2:6])
     if version != _VERSION:
         raise PayloadError(f"payload version {version}; this gradcomp reads version {_VERSION}")
-    if form_code >= len(_FORMATS) or dtype_code >= len(_TENSOR_DTYPES):
+    if form_code >= len(FORMATS) or dtype_code >= len(_TENSOR_DTYPES):
         raise PayloadError(f"payload has unknown value format {form_code} or dtype {dtype_code}")
-    start = 6 + 8 * ndim + 8
+    start = 6 + 8 * ndim + 8 + 4
     if data.size < start:
         raise PayloadError(f"payload is truncated: {data.size} bytes, the header alone takes {start}")
-    *shape, count = struct.unpack(f"<{ndim}QQ", data[6:start].tobytes())
+    *shape, count, scale = struct.unpack(f"<{ndim}QQf", data[6:start].tobytes())
     numel = math.prod(shape)
     if numel >= 1 << 63 or count > numel:
         raise PayloadError(f"payload announces {count} elements of a tensor of shape {tuple(shape)}")
-    form, dtype = _FORMATS[form_code], _TENSOR_DTYPES[dtype_code]
+    if not (math.isfinite(scale) and scale >= 0):
+        raise PayloadError(f"payload has the scale {scale}")
+    form, dtype = list(FORMATS.values())[form_code], _TENSOR_DTYPES[dtype_code]
     split = start + index_bytes(numel, count)
-    size = split + count * value_bytes(form)
+    size = split + form.size(count)
     if data.size != size:
         raise PayloadError(f"payload must be {size} bytes for {count} elements of {numel}, got {data.size}")
     indices = torch.from_numpy(decode_indices(data[start:split], numel, count, count))
-    values = torch.from_numpy(decode_values(data[split:], form))
+    values = torch.from_numpy(decode_values(data[split:], form, count, scale))
     return Selection(indices, _into(values, dtype), torch.Size(shape), dtype)
 
 

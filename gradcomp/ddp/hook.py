@@ -68,10 +68,10 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
 
         # 5. Exchange: one all-gather, and beside it one ring all-reduce of what travels dense, both issued here.
         # 6. Decode, in the callbacks of both.
-        step.watch(state.exchange.gather(payload), flight.receive_payloads)
+        step.watch(state.exchange.gather(payload), state.timed("decode_s")(flight.receive_payloads))
     ring = flight.load_ring(sums)
     if ring is not None:
-        step.watch(state.exchange.ring(ring), flight.receive_ring)
+        step.watch(state.exchange.ring(ring), state.timed("decode_s")(flight.receive_ring))
 
     # 7. Complete: the step does, for all of its buckets at once, when the last one has been decoded.
     return step.board(flight, is_last=bucket.is_last())

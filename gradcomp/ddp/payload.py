@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from gradcomp.core import codec
 from gradcomp.core.scan import Floats, Indices
-from gradcomp.ddp.plan import COUNT_BYTES, FIXED_HEADER_BYTES, Piece, Plan
+from gradcomp.core.values import decode_values, encode_values, scale_of
+from gradcomp.ddp.plan import COUNT_BYTES, FIXED_HEADER_BYTES, SCALE_BYTES, Piece, Plan
 from gradcomp.errors import DesyncError, PayloadError
 
 VERSION = 1
@@ -63,30 +64,34 @@ class Arrival:
     released: list[Released]
 
 
-def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> npt.NDArray[np.uint8]:
+def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> codec.Bytes:
     """Write a payload of exactly ``plan.payload_bytes``; ``chosen`` is in the order of ``plan.pieces``."""
     by_name = dict(zip((piece.name for piece in plan.pieces), chosen))
     sparse = [by_name[piece.name] for piece in plan.sparse]
-    counts = [(by_name[piece.name].indices.size, by_name[piece.name].wanted) for piece in plan.counted]
     sections = [
         np.frombuffer(struct.pack("<BBHI", VERSION, flags, len(plan.pieces) & 0xFFFF, step & 0xFFFFFFFF), np.uint8),
         np.packbits([part.zero for part in chosen], bitorder="little"),
         np.packbits([not part.finite for part in chosen], bitorder="little"),
-        np.asarray(counts, "<u4").reshape(-1).view(np.uint8),
     ]
-    indices = [part.indices + base for part, base in zip(sparse, plan.bases)]
+    counts = [(by_name[piece.name].indices.size, by_name[piece.name].wanted) for piece in plan.counted]
+    sections.append(np.asarray(counts, "<u4").reshape(-1).view(np.uint8))
+    scales = np.array([scale_of(part.values, plan.form) for part in sparse], "<f4")
+    if plan.form.scaled:
+        sections.append(scales.view(np.uint8))
     if plan.capacity:
-        sections.append(codec.encode_indices(np.concatenate(indices), plan.universe, plan.capacity))
-    values = codec.encode_values(np.concatenate([part.values for part in sparse]), plan.values) if sparse else np.empty(0, np.uint8)
-    sections += [values, np.zeros(plan.capacity * codec.value_bytes(plan.values) - values.size, np.uint8)]
-    sections += [codec.encode_values(by_name[piece.name].values, plan.values) for piece in plan.rides]
+        indices = np.concatenate([part.indices + base for part, base in zip(sparse, plan.bases)])
+        sections.append(codec.encode_indices(indices, plan.universe, plan.capacity))
+        sizes = [part.indices.size for part in sparse]
+        values = encode_values(np.concatenate([part.values for part in sparse]), plan.form, np.repeat(scales, sizes))
+        sections += [values, np.zeros(plan.form.size(plan.capacity) - values.size, np.uint8)]
+    sections += [encode_values(by_name[piece.name].values, plan.riding) for piece in plan.rides]
     payload = np.concatenate(sections)
     if payload.size != plan.payload_bytes:
         raise PayloadError(f"a payload of {payload.size} bytes was packed where the plan says {plan.payload_bytes}")
     return payload
 
 
-def unpack(plan: Plan, step: int, rank: int, data: npt.NDArray[np.uint8]) -> Arrival:
+def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
     """Parse and check one rank's payload; only true counts are read, never padding.
 
     Raises:
@@ -100,29 +105,37 @@ def unpack(plan: Plan, step: int, rank: int, data: npt.NDArray[np.uint8]) -> Arr
         raise DesyncError(
             f"rank {rank} sent step {sent_step} of a bucket of {num_pieces} parameters where step {step} of {len(plan.pieces)} was due"
         )
-    at = FIXED_HEADER_BYTES
-    bitmaps = np.unpackbits(data[at : at + 2 * plan.bitmap_bytes].reshape(2, -1), axis=1, bitorder="little").astype(bool)
+    take = _Reader(data, FIXED_HEADER_BYTES)
+    bitmaps = np.unpackbits(take(2 * plan.bitmap_bytes).reshape(2, -1), axis=1, bitorder="little").astype(bool)
     zero, not_finite = bitmaps[:, : len(plan.pieces)]
-    at += 2 * plan.bitmap_bytes
-    counts = data[at : at + COUNT_BYTES * len(plan.counted)].copy().view("<u4").reshape(-1, 2).tolist()
-    at += COUNT_BYTES * len(plan.counted)
+    counts = take(COUNT_BYTES * len(plan.counted)).view("<u4").reshape(-1, 2).tolist()
     sent = {piece.name: count[0] for piece, count in zip(plan.counted, counts)}
+    scales = take(SCALE_BYTES * len(plan.sparse)).view("<f4") if plan.form.scaled else np.zeros(len(plan.sparse), np.float32)
     released = []
-    width = codec.value_bytes(plan.values)
     if plan.capacity:
-        split = at + codec.index_bytes(plan.universe, plan.capacity)
-        total = sum(sent[piece.name] for piece in plan.sparse)
-        indices = codec.decode_indices(data[at:split], plan.universe, plan.capacity, total)
-        values = codec.decode_values(data[split : split + total * width], plan.values)
-        at = split + plan.capacity * width
+        sizes = [sent[piece.name] for piece in plan.sparse]
+        indices = codec.decode_indices(take(codec.index_bytes(plan.universe, plan.capacity)), plan.universe, plan.capacity, sum(sizes))
+        room = take(plan.form.size(plan.capacity))
+        values = decode_values(room[: plan.form.size(sum(sizes))], plan.form, sum(sizes), np.repeat(scales, sizes))
         edges = np.searchsorted(indices, plan.bases)
         for piece, base, low, high in zip(plan.sparse, plan.bases, edges, edges[1:]):
             if high - low != sent[piece.name]:
                 raise PayloadError(f"rank {rank} announced {sent[piece.name]} elements of {piece.name} and sent {high - low}")
             released.append(Released(piece, indices[low:high] - base, values[low:high]))
     for piece in plan.rides:
-        stop = at + piece.numel * width
-        released.append(Released(piece, None, codec.decode_values(data[at:stop], plan.values)))
-        at = stop
+        released.append(Released(piece, None, decode_values(take(plan.riding.size(piece.numel)), plan.riding, piece.numel)))
     wanted = {piece.name: count[1] for piece, count in zip(plan.counted, counts)}
     return Arrival(rank, flags, zero, not_finite, wanted, released)
+
+
+class _Reader:
+    """Takes section after section of a payload, each as a copy: sections are not aligned."""
+
+    def __init__(self, data: codec.Bytes, start: int) -> None:
+        self._data = data
+        self._at = start
+
+    def __call__(self, size: int) -> codec.Bytes:
+        start, self._at = self._at, self._at + size
+        section: codec.Bytes = self._data[start : self._at].copy()
+        return section

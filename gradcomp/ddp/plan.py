@@ -15,6 +15,7 @@ import torch
 
 from gradcomp.core import codec
 from gradcomp.core.rules import AnyRule, TopK, is_dense
+from gradcomp.core.values import FORMATS, Format
 from gradcomp.ddp.traffic import gather_bytes, ring_bytes
 
 Travel: TypeAlias = Literal["sparse", "ride", "ring"]
@@ -24,6 +25,7 @@ ALLOWANCE = 16 * 1024
 
 FIXED_HEADER_BYTES = 8
 COUNT_BYTES = 8
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,9 @@ def capacity_for(numel: int, wanted: int) -> int:
     return min(numel, max(64, -(-wanted * 5 // (4 * 64)) * 64))
 
 
-def payload_share(numel: int, capacity: int, values: str) -> int:
+def payload_share(numel: int, capacity: int, form: Format) -> int:
     """Bytes of payload that a sparse parameter takes by itself, header aside."""
-    return codec.index_bytes(numel, capacity) + capacity * codec.value_bytes(values)
+    return codec.index_bytes(numel, capacity) + form.size(capacity)
 
 
 class Routing:
@@ -79,7 +81,8 @@ class Routing:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, AnyRule, int, torch.dtype]], *, values: str, fallback: str, world_size: int) -> None:
-        self.values = values
+        self._form = FORMATS[values]
+        self._riding = FORMATS[self._form.riding]
         self._fallback = fallback
         self._world_size = world_size
         self._small = self._choose_small(parameters)
@@ -90,11 +93,11 @@ class Routing:
         small = []
         for name, rule, numel, dtype in parameters:
             if is_dense(rule):
-                gathered = gather_bytes(self._world_size, numel * codec.value_bytes(self.values))
+                gathered = gather_bytes(self._world_size, self._riding.size(numel))
                 # fp64 never rides: no value format holds it, and a dense parameter should lose nothing it need not lose.
                 fits = gathered <= ALLOWANCE and dtype.itemsize <= 4
             else:
-                gathered = gather_bytes(self._world_size, payload_share(numel, self._most(rule, numel), self.values))
+                gathered = gather_bytes(self._world_size, payload_share(numel, self._most(rule, numel), self._form))
                 fits = True
             excess = max(0, gathered - ring_bytes(self._world_size, numel * dtype.itemsize))
             if fits and excess <= left:
@@ -112,26 +115,26 @@ class Routing:
         if is_dense(rule):
             return ("ride", numel) if name in self._small else ("ring", 0)
         capacity = self._most(rule, numel) if history is None else history
-        gathered = gather_bytes(self._world_size, payload_share(numel, capacity, self.values))
+        gathered = gather_bytes(self._world_size, payload_share(numel, capacity, self._form))
         pays = gathered <= ring_bytes(self._world_size, numel * dtype.itemsize)
         return ("sparse", capacity) if pays or name in self._small or self._fallback == "never" else ("ring", 0)
 
     def keeps_rest(self, travel: Travel, dtype: torch.dtype) -> bool:
         """Whether travelling so leaves anything behind: unsent elements, or what the value format rounds away."""
-        exact = codec.VALUE_DTYPES[self.values] in (dtype, torch.float32) and dtype != torch.float64
-        return travel == "sparse" or (travel == "ride" and not exact)
+        return travel == "sparse" or (travel == "ride" and not self._riding.holds(dtype))
 
 
 class Plan:
     """One bucket's layout for one step. Ranks with equal plans send payloads of equal size.
 
-    The payload is, in this order: a header (version, flags, step; one bit a parameter for "gradient all zero", one for "not
-    finite"; what was sent and wanted of each counted parameter), the indices of all sparse parameters as one list, their values,
-    the riding parameters' values.
+    The payload is, in this order: a header (version, flags, step; one bit a parameter for "gradient all zero", one for "not finite";
+    what was sent and wanted of each counted parameter; the scale of each sparse one if the format has scales), the indices of all
+    sparse parameters as one list, their values, the riding parameters' values.
 
     Attributes:
         pieces: every parameter of the bucket, in its order.
-        values: value format of the payload.
+        form: value format of sparse pieces.
+        riding: value format of riding pieces.
         header: whether a payload is gathered; without one the bucket is plain DDP's all-reduce.
         flush: every residual is sent whole in this step.
         report: every piece is checked for non-finite elements and its header says so.
@@ -142,7 +145,8 @@ class Plan:
 
     def __init__(self, pieces: Iterable[Piece], values: str, *, flush: bool, report: bool) -> None:
         self.pieces = tuple(pieces)
-        self.values = values
+        self.form = FORMATS[values]
+        self.riding = FORMATS[self.form.riding]
         self.flush = flush
         self.report = report
         self.header = report or any(p.tracked or p.sized_by_history or p.travel != "ring" for p in self.pieces)
@@ -177,7 +181,8 @@ class Plan:
     @property
     def header_bytes(self) -> int:
         """Bytes before the indices."""
-        return FIXED_HEADER_BYTES + 2 * self.bitmap_bytes + COUNT_BYTES * len(self.counted)
+        scales = SCALE_BYTES * len(self.sparse) if self.form.scaled else 0
+        return FIXED_HEADER_BYTES + 2 * self.bitmap_bytes + COUNT_BYTES * len(self.counted) + scales
 
     @property
     def payload_bytes(self) -> int:
@@ -185,5 +190,5 @@ class Plan:
         if not self.header:
             return 0
         ridden = sum(piece.numel for piece in self.rides)
-        values = (self.capacity + ridden) * codec.value_bytes(self.values)
-        return self.header_bytes + codec.index_bytes(self.universe, self.capacity) + values
+        indices = codec.index_bytes(self.universe, self.capacity)
+        return self.header_bytes + indices + self.form.size(self.capacity) + self.riding.size(ridden)

@@ -26,7 +26,8 @@ def register(
         ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU.
         rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
         overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
-        values: format of values in payloads: ``fp32``, ``bf16`` or ``fp16``.
+        values: format of sparse values in payloads: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``sign``; small dense parameters
+            are sent as bf16 beside the last two.
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks; ``raise`` raises on all ranks.
         fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
 

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import _GeneratorContextManager
 from dataclasses import replace
 
 import torch
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradcomp.core import codec
 from gradcomp.core.feedback import Feedback
 from gradcomp.core.policy import Policy
 from gradcomp.core.rules import AnyRule, Dense, TopK, describe, is_dense
 from gradcomp.core.scan import Accumulation
+from gradcomp.core.values import check_values
 from gradcomp.ddp.agreement import agree, largest
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.handle import Handle
@@ -46,7 +46,8 @@ class SparseState(Handle):
         module: the network, wrapped in DDP or not; its parameters real and on the CPU.
         rule: the rule of parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
         overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
-        values: format of values in payloads: ``fp32``, ``bf16`` or ``fp16``.
+        values: format of sparse values in payloads: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``sign``; small dense parameters
+            are sent as bf16 beside the last two.
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
             raises from ``backward()`` on all ranks. Residuals stay as they were either way.
         fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
@@ -73,7 +74,7 @@ class SparseState(Handle):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         policy = Policy(TopK(0.01) if rule is None else rule, overrides)
-        self._values = codec.check_values(values)
+        self._values = check_values(values)
         self._on_nonfinite = _one_of("on_nonfinite", on_nonfinite, "propagate", "raise")
         self._reports = self._on_nonfinite == "raise"
         self._fallback = _one_of("fallback", fallback, "dense", "never")
@@ -221,15 +222,15 @@ class SparseState(Handle):
         """Residual + gradient of a piece, formed when it is read."""
         return self._feedback.accumulate(piece.name, grad)
 
-    def timed(self, name: str) -> AbstractContextManager[None]:
-        """Count the seconds of a block under ``name``."""
+    def timed(self, name: str) -> "_GeneratorContextManager[None]":
+        """Count the seconds of a block, or of every call of a function that this decorates, under ``name``."""
         return self._counters.timed(name)
 
     def _complete(self, step: Step) -> None:
         """All or nothing: every bucket settles its residuals and is filled, or every bucket is spoiled and no residual is touched."""
         exchange = self.exchange
-        fault = next((fault for flight in step.flights if (fault := flight.fault())), None)
         with self.timed("decode_s"):
+            fault = next((fault for flight in step.flights if (fault := flight.fault())), None)
             for flight in step.flights:
                 if fault is None:
                     flight.settle(self._feedback)

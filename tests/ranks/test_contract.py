@@ -22,7 +22,7 @@ ORACLES = {
     "threshold": lambda name, acc: threshold_indices(acc, TAU),
     "function": lambda name, acc: (acc > TAU).nonzero().view(-1).tolist(),
 }
-CASES = [(rule, values, world_size) for world_size in (1, 2, 4) for values in ("fp32", "bf16", "fp16") for rule in RULES]
+CASES = [(rule, values, world_size) for world_size in (1, 2, 4) for values in ("fp32", "bf16", "fp16", "int8", "sign") for rule in RULES]
 
 
 def train(rank, rule, values, world_size, steps):

@@ -40,7 +40,9 @@ def conserve(rank, rule, values, dtype, action, steps, world_size):
 
 
 @pytest.mark.parametrize("action", ["", "flush", "remove"])
-@pytest.mark.parametrize(("rule", "values"), [("topk", "fp32"), ("topk", "bf16"), ("threshold", "bf16"), ("threshold", "fp16")])
+@pytest.mark.parametrize(
+    ("rule", "values"), [("topk", "fp32"), ("topk", "bf16"), ("threshold", "bf16"), ("threshold", "fp16"), ("topk", "int8")]
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_nothing_is_lost_over_a_run(world_size, rule, values, action):
     steps = 8
@@ -49,7 +51,10 @@ def test_nothing_is_lost_over_a_run(world_size, rule, values, action):
     for name, total in results[0][0].items():
         exact = sum(dyadic(rank, step)[name].double() for rank in range(world_size) for step in range(steps)) / world_size
         left = sum(residuals[name].double() for _, residuals, _, _ in results) / world_size
-        assert torch.equal(total + left, exact), name
+        if values in ("int8", "sign"):  # what is decoded is no multiple of 1/64, so that sums round
+            torch.testing.assert_close(total + left, exact, rtol=0, atol=1e-5)
+        else:
+            assert torch.equal(total + left, exact), name
     for _, _, pending, traffic in results:
         assert all(pending[:5])
         if action:

@@ -9,6 +9,7 @@ from reference import FORMATS, elias_fano, information_bound, rounded
 
 import gradcomp
 from gradcomp import codec
+from gradcomp.core import values as formats
 
 SUBSETS = st.integers(0, 300).flatmap(lambda numel: st.tuples(st.just(numel), st.sets(st.integers(0, max(0, numel - 1)), max_size=numel)))
 
@@ -53,7 +54,7 @@ def test_a_bitmap_where_that_is_smaller():
 @given(
     st.lists(st.floats(-1e5, 1e5, width=32), max_size=40),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
-    st.sampled_from(sorted(FORMATS)),
+    st.sampled_from(sorted(formats.FORMATS)),
 )
 def test_a_payload_round_trip(values, dtype, form):
     limit = torch.finfo(dtype).max
@@ -62,9 +63,8 @@ def test_a_payload_round_trip(values, dtype, form):
     payload = codec.encode(chosen, form)
     back = codec.decode(payload)
     assert payload.dtype == torch.uint8
-    assert payload.numel() == 14 + 8 + codec.index_bytes(data.numel(), chosen.indices.numel()) + chosen.indices.numel() * codec.value_bytes(
-        form
-    )
+    count = chosen.indices.numel()
+    assert payload.numel() == 18 + 8 + codec.index_bytes(data.numel(), count) + formats.FORMATS[form].size(count)
     assert torch.equal(back.indices, chosen.indices)
     assert (back.shape, back.dtype, back.values.dtype) == (chosen.shape, dtype, dtype)
     expected = rounded(chosen.values.double(), form).double().clamp(-limit, limit).to(dtype)
@@ -105,6 +105,25 @@ def test_encode_refuses_what_it_cannot_write():
 GOOD = codec.encode(gradcomp.compress(torch.arange(50.0), gradcomp.Threshold(30.0)))
 
 
+@pytest.mark.parametrize("form", sorted(formats.FORMATS))
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.03, 0.1, 0.25])
+def test_payloads_are_close_to_the_bound(form, density):
+    numel = 1_000_000
+    count = int(density * numel)
+    bound = information_bound(numel, count) + formats.FORMATS[form].bits * count
+    over = 8 * (codec.index_bytes(numel, count) + formats.FORMATS[form].size(count) + 18) / bound
+    close = {"sign": density == 0.01, "int8": density <= 0.1}.get(form, True)
+    assert 1 <= over <= (1.06 if close else 1.20)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
+def test_a_scale_that_is_no_scale_is_refused(scale):
+    payload = codec.encode(gradcomp.compress(torch.ones(4), gradcomp.Dense()), "int8")
+    payload[22:26] = torch.tensor([scale]).view(torch.uint8)
+    with pytest.raises(gradcomp.PayloadError, match="scale"):
+        codec.decode(payload)
+
+
 @pytest.mark.parametrize("size", range(GOOD.numel()))
 def test_truncated_payloads_are_refused(size):
     with pytest.raises(gradcomp.PayloadError, match="payload"):
@@ -139,8 +158,10 @@ def test_other_damage_is_named():
     other[2] = 9
     with pytest.raises(gradcomp.PayloadError, match="version 9"):
         codec.decode(other)
-    huge = struct.pack("<2s4B2QQ", b"GC", 1, 0, 0, 2, 2**62, 2**62, 5)
+    huge = struct.pack("<2s4B2QQf", b"GC", 1, 0, 0, 2, 2**62, 2**62, 5, 0)
     with pytest.raises(gradcomp.PayloadError, match="announces 5 elements"):
         codec.decode(torch.tensor(list(huge), dtype=torch.uint8))
+    with pytest.raises(gradcomp.PayloadError, match="room for 1"):
+        codec.decode_indices(codec.encode_indices(np.array([1]), 9, 1), 9, 1, 2)
     with pytest.raises(gradcomp.PayloadError, match="bitmap holds"):
         codec.decode_indices(codec.encode_indices(np.array([1, 5]), 9, 3), 9, 3, 3)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import gradcomp
 from gradcomp.core import codec, scan
 from gradcomp.core.policy import Policy
+from gradcomp.core.values import FORMATS
 from gradcomp.ddp.payload import FLUSH, NOTHING, Chosen, pack, unpack
 from gradcomp.ddp.plan import ALLOWANCE, Piece, Plan, Routing, capacity_for
 from gradcomp.ddp.schedule import Schedule
@@ -58,7 +59,7 @@ def test_the_costs_of_case_29():
     st.lists(
         st.tuples(st.integers(1, 20_000), st.sampled_from([gradcomp.Dense(), gradcomp.Threshold(1.0), gradcomp.TopK(0.3)])), max_size=30
     ),
-    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from(sorted(FORMATS)),
     st.integers(1, 64),
 )
 def test_small_parameters_cost_at_most_the_allowance(parameters, values, world_size):
@@ -69,7 +70,8 @@ def test_small_parameters_cost_at_most_the_allowance(parameters, values, world_s
         travel, capacity = routes.route(name, rule, numel, dtype, None)
         if travel != "ring":
             indices = codec.index_bytes(numel, capacity) if travel == "sparse" else 0
-            sent = gather_bytes(world_size, indices + capacity * codec.value_bytes(values))
+            form = FORMATS[values if travel == "sparse" else FORMATS[values].riding]
+            sent = gather_bytes(world_size, indices + form.size(capacity))
             excess += max(0, sent - ring_bytes(world_size, 4 * numel))
     assert excess <= ALLOWANCE
 
@@ -130,6 +132,18 @@ def test_a_payload_by_hand():
     assert arrival.wanted == {"a": 2, "d": 77, "e": 49}
     got = {part.piece.name: (None if part.indices is None else part.indices.tolist(), part.values.tolist()) for part in arrival.released}
     assert got == {"a": ([3, 99], [1, -2]), "d": ([0, 5, 299], [0.5, 0.25, 8]), "b": (None, [1, 2, 3, 4, 5, 6, 7])}
+
+
+def test_scales_travel_in_the_header():
+    for values, decoded in (("sign", [[1.5, -1.5], [-4.0, 4.0]]), ("int8", [[1.0, -2.0], [-8.0, 0.0]])):
+        plan = example(values)
+        # as bf16, but for a scale for a and for d, and 1 or 8 bits a sparse value
+        assert plan.payload_bytes == 8 + 2 + 3 * 8 + 2 * 4 + codec.index_bytes(400, 74) + (74 if values == "int8" else 10) + 2 * 7
+        chosen = [choose(100, [3, 99], [1.0, -2.0]), choose(7, [], range(7)), NOTHING, choose(300, [0, 5], [-8.0, 0.0]), NOTHING]
+        arrival = unpack(plan, 1, 0, pack(plan, 1, 0, chosen))
+        for part, expected in zip(arrival.released, decoded):
+            np.testing.assert_allclose(part.values, expected, atol=8 / 254)
+        assert arrival.released[2].values.tolist() == list(range(7))
 
 
 def test_foreign_and_damaged_payloads_are_refused():
