@@ -1,8 +1,9 @@
 """Gradients across slow networks: a DDP communication hook that sends what matters, keeps the rest, and counts every byte."""
 
-from gradcomp.core import codec
+from gradcomp.core import codec, schedule
 from gradcomp.core.rules import Dense, Threshold, TopK
 from gradcomp.core.selection import Selection, compress, compress_gradients, decompress, decompress_gradients
+from gradcomp.ddp.analysis import Analysis
 from gradcomp.ddp.handle import Handle
 from gradcomp.ddp.hook import sparse_hook
 from gradcomp.ddp.register import register
@@ -13,6 +14,7 @@ from gradcomp.errors import DesyncError, GradcompError, NonFiniteError, PayloadE
 __version__ = "0.1.0"
 
 __all__ = [
+    "Analysis",
     "Dense",
     "DesyncError",
     "GradcompError",
@@ -30,5 +32,6 @@ __all__ = [
     "decompress",
     "decompress_gradients",
     "register",
+    "schedule",
     "sparse_hook",
 ]

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from gradcomp.core import scan
+from gradcomp.core.schedule import Exponential, Schedule
 
 
 @runtime_checkable
@@ -78,7 +79,8 @@ class TopK:
     Zeros are never selected (then fewer are), ties go to the lowest index, non-finite elements count as largest.
 
     Args:
-        density: fraction KEPT, in (0, 1]. ``k = max(1, floor(density * n + 0.5))`` elements of a tensor of n.
+        density: fraction KEPT, in (0, 1], or a schedule of it (:mod:`gradcomp.schedule`), which the hook follows step by step.
+            ``k = max(1, floor(density * n + 0.5))`` elements of a tensor of n.
 
     Raises:
         ValueError: ``density`` is not a number in (0, 1].
@@ -88,15 +90,23 @@ class TopK:
         compression", ICLR 2018. Both sample the threshold; here the k largest are exact.
     """
 
-    density: float
+    density: float | Schedule
 
     def __post_init__(self) -> None:
+        if isinstance(self.density, Schedule):
+            return
         density = _number("TopK.density", self.density)
         if not 0 < density <= 1:
             raise ValueError(f"TopK.density is the fraction kept and must be in (0, 1], got {self.density!r}")
 
+    def at(self, step: int) -> "TopK":
+        """The rule of one step: this one, unless its density is a schedule."""
+        return TopK(self.density.at(step)) if isinstance(self.density, Schedule) else self
+
     def count(self, numel: int) -> int:
         """k for a tensor of ``numel`` elements."""
+        if isinstance(self.density, Schedule):
+            raise ValueError(f"TopK.density is a schedule, {self.density!r}: take the rule of a step, rule.at(step)")
         return min(numel, max(1, math.floor(self.density * numel + 0.5)))
 
     def mask_(self, data: torch.Tensor, mask: torch.Tensor) -> None:
@@ -126,6 +136,18 @@ def is_dense(rule: AnyRule) -> bool:
     return isinstance(rule, Dense) or (isinstance(rule, TopK) and rule.density == 1)
 
 
+def at_step(rule: AnyRule, step: int) -> AnyRule:
+    """The rule of one step, where its density follows a schedule."""
+    return rule.at(step) if isinstance(rule, TopK) else rule
+
+
+def warmed_up(rule: AnyRule, density: float, steps: int) -> AnyRule:
+    """``rule`` with its density falling exponentially from ``density`` in ``steps`` steps; itself if it keeps as much anyway."""
+    if not isinstance(rule, TopK) or isinstance(rule.density, Schedule) or rule.density >= density or not steps:
+        return rule
+    return TopK(Exponential(start=density, end=rule.density, steps=steps))
+
+
 def check_rule(field: str, rule: object) -> AnyRule:
     """Return ``rule`` if it is one; raise a ``ValueError`` that names ``field`` otherwise."""
     if isinstance(rule, type):
@@ -153,6 +175,9 @@ def fill_mask(rule: AnyRule, name: str, data: torch.Tensor, mask: torch.Tensor) 
 
 def describe(rule: AnyRule) -> str:
     """A text that is the same on every rank for the same rule (no addresses)."""
+    if isinstance(rule, TopK) and isinstance(rule.density, Schedule):
+        kind = type(rule.density)
+        return f"TopK(density={repr(rule.density) if is_dataclass(rule.density) else kind.__module__ + '.' + kind.__qualname__})"
     if is_dataclass(rule):
         return repr(rule)
     if isinstance(rule, (Rule, MaskUpdater)):

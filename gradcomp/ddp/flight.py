@@ -178,9 +178,9 @@ class Flight:
         self._ring = None
 
     @property
-    def sent_elements(self) -> int:
-        """Elements this rank sent, by whatever way."""
-        if not self.plan.header:
-            return self._buffer.numel()
-        by_payload = sum(part.values.size for part in self.arrivals[self._rank].released)
-        return by_payload + sum(piece.numel for piece in self.plan.rings)
+    def sent(self) -> dict[str, int]:
+        """By parameter, the elements that this rank sent, by whatever way."""
+        sizes = {piece.name: piece.numel for piece in self.plan.rings}
+        if self.arrivals:
+            sizes |= {part.piece.name: part.values.size for part in self.arrivals[self._rank].released}
+        return sizes

@@ -7,10 +7,11 @@ import torch
 
 from gradcomp.core.feedback import Feedback
 from gradcomp.ddp import checkpoint
+from gradcomp.ddp.agenda import Agenda
 from gradcomp.ddp.agreement import agree
+from gradcomp.ddp.analysis import Analysis
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.payload import FLUSH, REMOVE
-from gradcomp.ddp.schedule import Schedule
 from gradcomp.ddp.traffic import Counters, Traffic
 
 
@@ -19,8 +20,10 @@ class Handle:
 
     _shapes: dict[str, torch.Tensor]
     _feedback: Feedback
-    _schedule: Schedule
+    _agenda: Agenda
     _counters: Counters
+    _densities: dict[str, float]
+    _analysis: Analysis | None = None
 
     last_error: Exception | None = None
     """The typed error behind the RuntimeError that a backward pass raised, if one did."""
@@ -29,6 +32,20 @@ class Handle:
     def traffic(self) -> Traffic:
         """What this rank has sent since registration; ``print`` it for a table."""
         return self._counters.snapshot()
+
+    @property
+    def densities(self) -> dict[str, float]:
+        """By parameter, the fraction of its elements that this rank sent in the last completed step; empty before the first."""
+        return dict(self._densities)
+
+    def analyze(self) -> Analysis:
+        """Look at the next step's residual + gradient: magnitudes by parameter, what a threshold would keep, bytes by the codec.
+
+        Returns:
+            An :class:`gradcomp.Analysis` that the next step fills; print it then. Nothing is sent for it.
+        """
+        self._analysis = Analysis(self._shapes)
+        return self._analysis
 
     def residual(self, name: str) -> torch.Tensor:
         """What has not been sent of a parameter's gradients: a new fp32 tensor in the parameter's shape.
@@ -53,14 +70,14 @@ class Handle:
         included (half-precision gradients as fp32), and its residual becomes zero; a parameter whose gradient is zero on all
         ranks keeps its residual, since DDP may throw its result away. A bad step is tried again.
         """
-        self._schedule.announce |= FLUSH
+        self._agenda.announce |= FLUSH
 
     def remove(self) -> None:
         """Turn the hook dense: announced in the next step's headers; two steps later one flush, then plain DDP's all-reduce.
 
         One rank's call is enough. A DDP model takes one hook in its life, so the hook stays registered.
         """
-        self._schedule.announce |= REMOVE
+        self._agenda.announce |= REMOVE
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for an exact resume on the same rank. A copy; passes ``torch.load(weights_only=True)``.
@@ -74,7 +91,7 @@ class Handle:
             "rank": exchange.rank if exchange else None,
             "world_size": exchange.world_size if exchange else None,
             "residual": {name: self.residual(name) for name in self._shapes if name in self._feedback},
-            **self._schedule.state_dict(),
+            **self._agenda.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -89,7 +106,7 @@ class Handle:
         exchange = self._resolve()
         checkpoint.check(state, self._shapes, exchange)
         self._feedback.replace({name: self._in_memory_order(name, residual) for name, residual in state["residual"].items()})
-        self._schedule.load_state_dict(state)
+        self._agenda.load_state_dict(state)
         if exchange is not None and self._has_run():
             agree(exchange, self._description())
 

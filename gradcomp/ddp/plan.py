@@ -15,6 +15,7 @@ import torch
 
 from gradcomp.core import codec
 from gradcomp.core.rules import AnyRule, TopK, is_dense
+from gradcomp.core.schedule import Schedule
 from gradcomp.core.values import FORMATS, Format
 from gradcomp.ddp.traffic import gather_bytes, ring_bytes
 
@@ -108,7 +109,7 @@ class Routing:
     @staticmethod
     def _most(rule: AnyRule, numel: int) -> int:
         """The largest capacity that a rule can lead to."""
-        return rule.count(numel) if isinstance(rule, TopK) else numel
+        return rule.count(numel) if isinstance(rule, TopK) and not isinstance(rule.density, Schedule) else numel
 
     def route(self, name: str, rule: AnyRule, numel: int, dtype: torch.dtype, history: int | None) -> tuple[Travel, int]:
         """(travel, elements of payload) of a parameter; ``history`` is its capacity where that follows from history."""

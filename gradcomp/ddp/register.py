@@ -17,6 +17,8 @@ def register(
     *,
     overrides: Mapping[str, AnyRule] | None = None,
     values: str = "bf16",
+    warmup_steps: int = 0,
+    warmup_density: float = 0.25,
     on_nonfinite: str = "propagate",
     fallback: str = "dense",
 ) -> Handle:
@@ -28,6 +30,9 @@ def register(
         overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
         values: format of sparse values in payloads: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``sign``; small dense parameters
             are sent as bf16 beside the last two.
+        warmup_steps: steps over which the density of every ``TopK`` rule falls exponentially to its own; other rules have no
+            density to warm up.
+        warmup_density: the fraction kept at step 0 of a warm-up.
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks; ``raise`` raises on all ranks.
         fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
 
@@ -50,6 +55,8 @@ def register(
         rule,
         overrides=overrides,
         values=values,
+        warmup_steps=warmup_steps,
+        warmup_density=warmup_density,
         on_nonfinite=on_nonfinite,
         fallback=fallback,
         group=ddp_model.process_group,

@@ -12,15 +12,16 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradcomp.core.feedback import Feedback
+from gradcomp.core.magnitude import Magnitudes
 from gradcomp.core.policy import Policy
-from gradcomp.core.rules import AnyRule, Dense, TopK, describe, is_dense
+from gradcomp.core.rules import AnyRule, Dense, TopK, at_step, describe, is_dense, warmed_up
 from gradcomp.core.scan import Accumulation
 from gradcomp.core.values import check_values
+from gradcomp.ddp.agenda import Agenda
 from gradcomp.ddp.agreement import agree, largest
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.handle import Handle
 from gradcomp.ddp.plan import Piece, Plan, Routing
-from gradcomp.ddp.schedule import Schedule
 from gradcomp.ddp.step import Step
 from gradcomp.ddp.traffic import Counters, ring_bytes
 from gradcomp.errors import GradcompError, NonFiniteError
@@ -48,6 +49,9 @@ class SparseState(Handle):
         overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
         values: format of sparse values in payloads: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``sign``; small dense parameters
             are sent as bf16 beside the last two.
+        warmup_steps: steps over which the density of every ``TopK`` rule falls exponentially to its own; other rules have no
+            density to warm up.
+        warmup_density: the fraction kept at step 0 of a warm-up.
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
             raises from ``backward()`` on all ranks. Residuals stay as they were either way.
         fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
@@ -69,12 +73,18 @@ class SparseState(Handle):
         *,
         overrides: Mapping[str, AnyRule] | None = None,
         values: str = "bf16",
+        warmup_steps: int = 0,
+        warmup_density: float = 0.25,
         on_nonfinite: str = "propagate",
         fallback: str = "dense",
         group: dist.ProcessGroup | None = None,
     ) -> None:
         policy = Policy(TopK(0.01) if rule is None else rule, overrides)
         self._values = check_values(values)
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be an integer >= 0, got {warmup_steps!r}")
+        if not 0 < warmup_density <= 1:
+            raise ValueError(f"warmup_density is the fraction kept at the first step and must be in (0, 1], got {warmup_density!r}")
         self._on_nonfinite = _one_of("on_nonfinite", on_nonfinite, "propagate", "raise")
         self._reports = self._on_nonfinite == "raise"
         self._fallback = _one_of("fallback", fallback, "dense", "never")
@@ -86,13 +96,15 @@ class SparseState(Handle):
         if not self._shapes:
             raise ValueError(f"module must have parameters, got a {type(module).__name__} without any")
         policy.warn_unmatched(self._shapes)
-        self._rules = {name: policy.rule_for(name, like.shape) for name, like in self._shapes.items()}
+        rules = {name: policy.rule_for(name, like.shape) for name, like in self._shapes.items()}
+        self._rules = {name: warmed_up(rule, warmup_density, warmup_steps) for name, rule in rules.items()}
         self._feedback = Feedback()
-        self._schedule = Schedule()
+        self._agenda = Agenda()
         self._counters = Counters()
+        self._densities = {}
         self._connected: tuple[Exchange, Routing] | None = None
         self._layouts: dict[tuple[int, tuple[str, ...]], tuple[Piece, ...]] = {}
-        self._plans: dict[tuple[Piece, ...], tuple[object, Plan]] = {}
+        self._plans: dict[tuple[str, ...], tuple[object, Plan]] = {}
         self._step: Step | None = None
 
     def _add_parameter(self, name: str, parameter: torch.Tensor) -> None:
@@ -127,8 +139,8 @@ class SparseState(Handle):
 
     def _warn_inactive(self, routing: Routing, world_size: int) -> None:
         asked = {name: rule for name, rule in self._rules.items() if not is_dense(rule)}
-        if not asked or not all(isinstance(rule, TopK) for rule in asked.values()):
-            return  # nothing was asked for, or how much is known from the gradients alone
+        if not asked or not all(isinstance(rule, TopK) and isinstance(rule.density, float) for rule in asked.values()):
+            return  # nothing was asked for, or how much is not known yet
         likes = self._shapes
         if all(routing.route(n, rule, likes[n].numel(), likes[n].dtype, None)[0] != "sparse" for n, rule in asked.items()):
             warnings.warn(
@@ -146,7 +158,7 @@ class SparseState(Handle):
 
     def _description(self) -> dict[str, str]:
         settings = {"values": self._values, "on_nonfinite": self._on_nonfinite, "fallback": self._fallback}
-        progress = {key: repr(value) for key, value in self._schedule.state_dict().items() if key != "announce"}
+        progress = {key: repr(value) for key, value in self._agenda.state_dict().items() if key != "announce"}
         held = {"parameters with a residual": repr(sorted(name for name in self._shapes if name in self._feedback))}
         return settings | progress | held
 
@@ -155,8 +167,8 @@ class SparseState(Handle):
     def step_of(self, bucket: GradBucket) -> Step:
         """The step that ``bucket`` belongs to; bucket 0 begins a new one."""
         if bucket.index() == 0 or self._step is None:
-            schedule = self._schedule
-            self._step = Step(schedule.number, flags=schedule.announce, flush=schedule.flushing, complete=self._complete)
+            agenda = self._agenda
+            self._step = Step(agenda.number, flags=agenda.announce, flush=agenda.flushing, complete=self._complete)
         return self._step
 
     def layout_of(self, bucket: GradBucket) -> tuple[Piece, ...]:
@@ -178,7 +190,10 @@ class SparseState(Handle):
             agree(self.exchange, self._description() | listed | {f"parameters of bucket {bucket.index()}": repr(names)})
             self._layouts[key] = tuple(pieces)
         layout = self._layouts[key]
-        return tuple(replace(piece, rule=Dense()) for piece in layout) if self._schedule.removed else layout
+        if self._agenda.removed:
+            return tuple(replace(piece, rule=Dense()) for piece in layout)
+        now = [at_step(piece.rule, self._agenda.number) for piece in layout]
+        return tuple(piece if piece.rule is rule else replace(piece, rule=rule) for piece, rule in zip(layout, now))
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         if parameter not in self._names:
@@ -188,28 +203,29 @@ class SparseState(Handle):
 
     def size(self, layout: tuple[Piece, ...], wanted: Mapping[str, int]) -> None:
         """Give parameters that are sized by history and have none their first capacities: collective where there are any."""
-        fresh = [piece for piece in layout if piece.sized_by_history and self._schedule.capacity(piece.name) is None]
+        fresh = [piece for piece in layout if piece.sized_by_history and self._agenda.capacity(piece.name) is None]
         if fresh:
             for piece, most in zip(fresh, largest(self.exchange, [wanted[piece.name] for piece in fresh])):
-                self._schedule.start(piece.name, piece.numel, most)
+                self._agenda.start(piece.name, piece.numel, most)
 
     def plan_of(self, layout: tuple[Piece, ...], *, flush: bool) -> Plan:
         """How the bucket's parameters travel in this step: the same on all ranks."""
-        capacities = tuple(self._schedule.capacity(piece.name) for piece in layout)
-        token = (capacities, flush, tuple(piece.name in self._feedback for piece in layout))
-        cached = self._plans.get(layout)
+        capacities = tuple(self._agenda.capacity(piece.name) for piece in layout)
+        token = (layout, capacities, flush, tuple(piece.name in self._feedback for piece in layout))
+        names = tuple(piece.name for piece in layout)
+        cached = self._plans.get(names)
         if cached is None or cached[0] != token:
             routed = [self._routed(piece, history, flush) for piece, history in zip(layout, capacities)]
             if self._values == "fp32" and not any(p.tracked or p.sized_by_history or p.travel == "sparse" for p in routed):
                 # Nothing would be gathered but exact riders: plain DDP's one all-reduce, bit for bit, is cheaper.
                 routed = [replace(piece, travel="ring", capacity=0) for piece in routed]
-            cached = token, Plan(routed, self._values, flush=flush, report=self._reports and not self._schedule.removed)
-            self._plans[layout] = cached
+            cached = token, Plan(routed, self._values, flush=flush, report=self._reports and not self._agenda.removed)
+            self._plans[names] = cached
         return cached[1]
 
     def _routed(self, piece: Piece, history: int | None, flush: bool) -> Piece:
         routing = self.connect()[1]
-        if self._schedule.removed:
+        if self._agenda.removed:
             return replace(piece, travel="ring", capacity=0, tracked=False)
         travel, capacity = routing.route(piece.name, piece.rule, piece.numel, piece.dtype, history)
         if routing.keeps_rest(travel, piece.dtype):
@@ -220,7 +236,10 @@ class SparseState(Handle):
 
     def accumulate(self, piece: Piece, grad: torch.Tensor) -> Accumulation:
         """Residual + gradient of a piece, formed when it is read."""
-        return self._feedback.accumulate(piece.name, grad)
+        acc = self._feedback.accumulate(piece.name, grad)
+        if self._analysis is not None:
+            self._analysis.add(piece.name, Magnitudes.of(acc))
+        return acc
 
     def timed(self, name: str) -> "_GeneratorContextManager[None]":
         """Count the seconds of a block, or of every call of a function that this decorates, under ``name``."""
@@ -237,16 +256,19 @@ class SparseState(Handle):
                     flight.fill()
                 else:
                     flight.spoil()
+        if self._analysis is not None:
+            self._analysis.ready, self._analysis = True, None
         flown = [(flight.plan, flight.arrivals) for flight in step.flights]
-        self._schedule.advance(flown, announced=step.flags, bad=fault is not None)
+        self._agenda.advance(flown, announced=step.flags, bad=fault is not None)
         for flight in step.flights:
             size = flight.result.numel()
             self._counters.add(
                 dense_bytes=ring_bytes(exchange.world_size, size * flight.result.element_size()),
                 payload_bytes=flight.plan.payload_bytes,
                 elements=size,
-                sent_elements=flight.sent_elements,
+                sent_elements=sum(flight.sent.values()),
             )
+            self._densities |= {piece.name: flight.sent[piece.name] / max(1, piece.numel) for piece in flight.plan.pieces}
         sparse = sum(len(plan.sparse) for plan, _ in flown)
         self._counters.finish_step(bad=fault is not None, sparse_parameters=sparse, parameters=sum(len(p.pieces) for p, _ in flown))
         self._step = None

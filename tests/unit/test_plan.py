@@ -8,9 +8,9 @@ import gradcomp
 from gradcomp.core import codec, scan
 from gradcomp.core.policy import Policy
 from gradcomp.core.values import FORMATS
+from gradcomp.ddp.agenda import Agenda
 from gradcomp.ddp.payload import FLUSH, NOTHING, Chosen, pack, unpack
 from gradcomp.ddp.plan import ALLOWANCE, Piece, Plan, Routing, capacity_for
-from gradcomp.ddp.schedule import Schedule
 from gradcomp.ddp.state import parameter_name
 from gradcomp.ddp.traffic import gather_bytes, ring_bytes
 
@@ -171,7 +171,7 @@ def test_a_bucket_without_anything_to_gather_has_no_payload():
 
 
 def test_announcements_take_effect_two_steps_later():
-    schedule = Schedule()
+    agenda = Agenda()
     arrivals = [
         unpack(
             example(),
@@ -180,28 +180,28 @@ def test_announcements_take_effect_two_steps_later():
             pack(example(), 0, FLUSH, [choose(100, [], []), choose(7, [], [0] * 7), NOTHING, choose(300, [], [], wanted=100), NOTHING]),
         )
     ]
-    schedule.start("d", 300, 10)
-    schedule.start("e", 50, 0)
+    agenda.start("d", 300, 10)
+    agenda.start("e", 50, 0)
     flown = [(example(), arrivals)]
-    schedule.advance(flown, announced=0, bad=False)
-    assert (schedule.number, schedule.flushing, schedule.capacity("d")) == (1, False, 64)
-    schedule.advance([], announced=0, bad=False)
-    schedule.advance(flown, announced=0, bad=True)  # step 2, the flush, is a bad one: it is tried again
-    assert schedule.flushing
-    schedule.advance([], announced=0, bad=False)
-    assert not schedule.flushing
+    agenda.advance(flown, announced=0, bad=False)
+    assert (agenda.number, agenda.flushing, agenda.capacity("d")) == (1, False, 64)
+    agenda.advance([], announced=0, bad=False)
+    agenda.advance(flown, announced=0, bad=True)  # step 2, the flush, is a bad one: it is tried again
+    assert agenda.flushing
+    agenda.advance([], announced=0, bad=False)
+    assert not agenda.flushing
 
 
 def test_capacities_lag_two_steps():
-    schedule = Schedule()
-    schedule.start("d", 300, 10)
-    schedule.start("e", 50, 0)
+    agenda = Agenda()
+    agenda.start("d", 300, 10)
+    agenda.start("e", 50, 0)
     seen = []
     for wanted in (100, 0, 200, 0):
-        seen.append(schedule.capacity("d"))
+        seen.append(agenda.capacity("d"))
         chosen = [choose(100, [], []), choose(7, [], [0] * 7), NOTHING, choose(300, [], [], wanted=wanted), NOTHING]
-        schedule.advance([(example(), [unpack(example(), 0, 0, pack(example(), 0, 0, chosen))])], announced=0, bad=False)
-    assert [*seen, schedule.capacity("d")] == [64, 64, 128, 64, 256]
+        agenda.advance([(example(), [unpack(example(), 0, 0, pack(example(), 0, 0, chosen))])], announced=0, bad=False)
+    assert [*seen, agenda.capacity("d")] == [64, 64, 128, 64, 256]
 
 
 def test_policy():

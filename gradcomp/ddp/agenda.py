@@ -12,7 +12,7 @@ from gradcomp.ddp.plan import Plan, capacity_for
 LAG = 2
 
 
-class Schedule:
+class Agenda:
     """Step number, capacities of parameters sized by history, and flushes and removals under way."""
 
     def __init__(self) -> None:
