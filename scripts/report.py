@@ -32,45 +32,88 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Training loss against the step and against the bytes sent, one curve a run."""
+    """Draw all records: loss against step, bytes and seconds; the hook's time by part; density by parameter over time."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    counted = [record for record in records if record["bytes_are"] == "counted"]
+    figure, axes = plt.subplots(1 + len(counted), 1, figsize=(12, 4 + 4.5 * len(counted)), squeeze=False, layout="constrained")
+    for axis in axes[:, 0]:
+        axis.remove()
+    parts = figure.subfigures(1 + len(counted), 1, squeeze=False)[:, 0]
+    draw_losses(records, parts[0])
+    for record, part in zip(counted, parts[1:]):
+        draw_hook(record, part)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_losses(records: list[dict[str, Any]], figure: Any) -> None:
+    """Smoothed training loss of every run against step, bytes sent and seconds."""
+    axes = figure.subplots(1, 3, sharey=True)
     for record in records:
         losses = [point["loss"] for point in record["curve"]]
         window = max(1, len(losses) // 20)
         smooth = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
-        by_step.plot([point["step"] for point in record["curve"]], smooth, label=f"{record['name']} (val {record['val_loss']:.3f})")
-        by_bytes.plot([point["sent_bytes"] / 1e6 for point in record["curve"]], smooth)
-    by_step.set(xlabel="step", ylabel="training loss, nats a byte")
-    if any(record["sent_bytes"] for record in records):
-        by_bytes.set_xscale("log")
-    by_bytes.set(xlabel="MB sent by one rank")
-    by_step.legend(fontsize=8)
-    for axes in (by_step, by_bytes):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        label = f"{record['name']} (val {record['val_loss']:.3f})"
+        for axis, key, scale in zip(axes, ("step", "sent_bytes", "seconds"), (1, 1e6, 1)):
+            points = [(point[key] / scale, loss) for point, loss in zip(record["curve"], smooth) if key == "step" or point[key]]
+            axis.plot([x for x, _ in points], [y for _, y in points], label=label)
+    for axis, words in zip(axes, ("step", "MB sent by one rank", "seconds in steps")):
+        axis.set(xlabel=words)
+        axis.grid(alpha=0.3)
+    axes[1].set_xscale("log")
+    axes[0].set(ylabel="training loss, nats a byte")
+    axes[0].legend(fontsize=8)
+
+
+def draw_hook(record: dict[str, Any], figure: Any) -> None:
+    """One compressed run: where the hook's time goes, and the density of every parameter over the run."""
+    from matplotlib.colors import LogNorm
+
+    figure.suptitle(record["name"])
+    times, heat = figure.subplots(1, 2, width_ratios=(1, 3))
+    for part in ("select", "encode", "exchange", "decode"):
+        times.bar(part, 1e3 * record[f"{part}_s"] / record["steps"], color="tab:gray" if part == "exchange" else "tab:blue")
+    times.set(ylabel="ms a step (exchange overlaps)")
+    points = [point for point in record["curve"] if point.get("densities")]
+    if points:
+        names = list(points[0]["densities"])
+        rows = [[max(1e-5, point["densities"][name]) for point in points] for name in names]
+        extent = (points[0]["step"], max(points[-1]["step"], points[0]["step"] + 1), len(names), 0)
+        image = heat.imshow(rows, aspect="auto", norm=LogNorm(1e-4, 1), extent=extent, interpolation="nearest")
+        heat.set_yticks([row + 0.5 for row in range(len(names))], names, fontsize=5)
+        heat.set(xlabel="step")
+        figure.colorbar(image, ax=heat, label="density")
 
 
 def show(records: list[dict[str, Any]]) -> None:
-    """Print the records side by side."""
+    """Print the records side by side; with a noop run among them, also what each run's exchange costs over it."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{records[0]['config']['steps']} steps, {records[0]['world_size']} ranks, {records[0]['parameters_numel']:,} parameters"
-    )
-    for heading in ("run", "validation loss", "MB sent by a rank", "ratio", "ms a step"):
+    first = records[0]
+    floor = next((record["step_s"] for record in records if record["config"]["hook"] == "noop"), None)
+    plain = next((record["step_s"] for record in records if record["config"]["hook"] == "none"), None)
+    table = Table(title=f"{first['config']['steps']} steps, {first['world_size']} ranks, {first['parameters_numel']:,} parameters")
+    headings = ["run", "validation loss", "MB sent by a rank", "ratio", "ms a step"]
+    for heading in headings + (["ms over noop", "plain / this, over noop"] if floor else []):
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for record in records:
         sent = f"{record['sent_bytes'] / 1e6:,.2f} ({record['bytes_are']})"
-        table.add_row(record["name"], f"{record['val_loss']:.3f}", sent, f"{record['ratio']:.1f}x", f"{1e3 * record['step_s']:.0f}")
-    Console(width=100).print(table)
+        loss = "-" if record["config"]["hook"] == "noop" else f"{record['val_loss']:.3f}"  # each rank trains alone
+        row = [record["name"], loss, sent, f"{record['ratio']:.1f}x", f"{1e3 * record['step_s']:.0f}"]
+        if floor:
+            over = record["step_s"] - floor
+            # Runs follow each other on one machine: a difference under 2% of the floor cannot be told from none.
+            row += [
+                f"{1e3 * over:.1f}",
+                f"{(plain - floor) / max(over, 0.02 * floor):.0f}x{' or more' * (over < 0.02 * floor)}" if plain else "-",
+            ]
+        table.add_row(*row)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -36,13 +36,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--hook",
         default="gradcomp",
-        choices=["none", "fp16", "bf16", "powersgd", "gradcomp"],
-        help="how gradients travel; none is plain DDP",
+        choices=["none", "noop", "fp16", "bf16", "powersgd", "gradcomp"],
+        help="how gradients travel: none is plain DDP, noop exchanges nothing",
     )
     add("--rule", default="topk", choices=["topk", "threshold", "dense"], help="gradcomp: what matters")
     add("--density", type=float, default=0.01, help="topk: fraction kept, in (0, 1]")
     add("--threshold", type=float, default=1e-3, help="threshold: magnitude above which an element is sent")
-    add("--values", default="bf16", help="gradcomp: value format on the wire")
+    add("--values", default="bf16", help="gradcomp: value format on the wire: fp32, bf16, fp16, int8 or sign")
+    add("--warmup-steps", type=int, default=0, help="topk: steps over which the density falls to its own")
+    add("--analyze", action="store_true", help="gradcomp: print what gradients look like half-way, to choose a threshold by")
     add("--powersgd-rank", type=int, default=1, help="powersgd: rank of the approximation")
     add("--data", type=Path, help="a text file or a folder of them, instead of the bundled documentation")
     add("--steps", type=int, default=200)
@@ -57,7 +59,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--report", type=Path, help="folder for the record and the plot of all records in it")
     add("--name", help="name of this run in the report")
     args = parser.parse_args(argv)
-    for field, low in (("steps", 1), ("batch", 1), ("context", 2), ("d_model", 32), ("layers", 1), ("powersgd_rank", 1)):
+    for field, low in (
+        ("steps", 1),
+        ("warmup_steps", 0),
+        ("batch", 1),
+        ("context", 2),
+        ("d_model", 32),
+        ("layers", 1),
+        ("powersgd_rank", 1),
+    ):
         if getattr(args, field) < low:
             parser.error(f"--{field.replace('_', '-')} must be at least {low}, got {getattr(args, field)}")
     if args.d_model % 32:
@@ -164,12 +174,13 @@ class Meter:
         self.handle: gradcomp.Handle | None = None
         self.powersgd: Any = None
         if args.hook == "gradcomp":
-            self.handle = gradcomp.register(model, rule_of(args), values=args.values)
+            self.handle = gradcomp.register(model, rule_of(args), values=args.values, warmup_steps=args.warmup_steps)
         elif args.hook == "powersgd":
             self.powersgd = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=args.powersgd_rank, start_powerSGD_iter=10)
             model.register_comm_hook(self.powersgd, powerSGD_hook.powerSGD_hook)
         elif args.hook != "none":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook if args.hook == "fp16" else bf16_hook)
+            hooks = {"noop": debugging_hooks.noop_hook, "fp16": default_hooks.fp16_compress_hook, "bf16": bf16_hook}
+            model.register_comm_hook(None, hooks[args.hook])
 
     def read(self, steps: int) -> dict[str, Any]:
         """The fields of ``gradcomp.Traffic``; where gradcomp did not count, only those that can be computed."""
@@ -179,7 +190,7 @@ class Meter:
         if self.powersgd is not None:
             dense_steps = min(steps, self.powersgd.start_powerSGD_iter)
             elements = self.numel * dense_steps + self.powersgd.total_numel_after_compression
-        width = 2 if self.hook in ("fp16", "bf16") else 4
+        width = {"fp16": 2, "bf16": 2, "noop": 0}.get(self.hook, 4)
         share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
         dense, sent = int(share * 4 * self.numel * steps), int(share * width * elements)
         return {
@@ -213,10 +224,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer, lambda step: min((step + 1) / warmup, 0.05 + 0.475 * (1 + math.cos(math.pi * step / args.steps)))
     )
     generator = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank sees its own data
-    curve, seconds = [], []
+    curve: list[dict[str, Any]] = []
+    seconds: list[float] = []
+    analysis = None
     bar = tqdm(range(args.steps), desc=args.name, disable=rank != 0, file=sys.stderr, mininterval=1 if sys.stderr.isatty() else 10)
     for step in bar:
         start = time.perf_counter()
+        if args.analyze and meter.handle is not None and step == args.steps // 2:
+            analysis = meter.handle.analyze()
         optimizer.zero_grad()
         loss = model(batch_of(text[:split], args, generator))
         loss.backward()
@@ -226,10 +241,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         scheduler.step()
         seconds.append(time.perf_counter() - start)
         traffic = meter.read(step + 1)
-        curve.append({"step": step + 1, "loss": loss.item(), "sent_bytes": traffic["sent_bytes"]})
+        curve.append({"step": step + 1, "loss": loss.item(), "sent_bytes": traffic["sent_bytes"], "seconds": sum(seconds)})
+        if meter.handle is not None and step % max(1, args.steps // 40) == 0:
+            curve[-1]["densities"] = meter.handle.densities
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", ratio=f"{traffic['ratio']:.1f}x", sent=f"{traffic['sent_bytes'] / 1e6:.2f} MB")
     val_loss = validate(net, text[split:], args)
+    if rank == 0 and analysis is not None:
+        print(analysis)
     if rank == 0 and meter.handle is not None:
         print(meter.handle.traffic)
     last = curve[-20:]

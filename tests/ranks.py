@@ -55,7 +55,7 @@ def _collect(pipes, processes, deadline):
                 ok, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
                 processes[rank].join(5)
-                ok, value = False, (time.time(), f"died with exit code {processes[rank].exitcode}")
+                ok, value = False, (0.0, f"died with exit code {processes[rank].exitcode}")  # without a word: the cause, not a victim
             if ok:
                 results[rank] = value
             else:

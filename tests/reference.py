@@ -15,7 +15,8 @@ def top_k_indices(data, k):
 
 
 def threshold_indices(data, tau):
-    """Flat indices with |x| > tau in the data's own precision, NaN included."""
+    """Flat indices with |x| > tau in the data's own precision, half precision as fp32; NaN included."""
+    data = data if data.dtype == torch.float64 else data.float()
     return [i for i, x in enumerate(data.reshape(-1)) if not bool(x.abs() <= tau)]
 
 

@@ -108,7 +108,8 @@ def encode(selection: Selection, values: str = "bf16") -> torch.Tensor:
         A new uint8 CPU tensor of ``18 + 8*ndim + index_bytes(N, K) + ceil(K * value bits / 8)`` bytes.
 
     Raises:
-        ValueError: an unknown format, a dtype that has no code, or a value that is not finite.
+        ValueError: an unknown format, a dtype that has no code, a value that is not finite, or a selection whose indices are not
+            strictly ascending, not within its shape, or not as many as its values.
     """
     form = FORMATS[check_values(values)]
     if selection.dtype not in _TENSOR_DTYPES:
@@ -117,10 +118,15 @@ def encode(selection: Selection, values: str = "bf16") -> torch.Tensor:
     if not np.isfinite(exact).all():
         raise ValueError(f"selection.values must be finite, got {int((~np.isfinite(exact)).sum())} that are not")
     numel, count = selection.shape.numel(), selection.indices.numel()
+    indices = selection.indices.detach().cpu().numpy()
+    if count != selection.values.numel():
+        raise ValueError(f"selection must have as many indices as values, got {count} and {selection.values.numel()}")
+    if count and (indices[0] < 0 or indices[-1] >= numel or bool((np.diff(indices) <= 0).any())):
+        raise ValueError(f"selection.indices must be strictly ascending in 0..{numel - 1}")
     scale = scale_of(exact, form)
     codes = (_VERSION, list(FORMATS).index(values), _TENSOR_DTYPES.index(selection.dtype), len(selection.shape))
     header = struct.pack(f"<2s4B{len(selection.shape)}QQf", _MAGIC, *codes, *selection.shape, count, scale)
-    body = encode_indices(selection.indices.cpu().numpy(), numel, count)
+    body = encode_indices(indices, numel, count)
     return torch.from_numpy(np.concatenate([np.frombuffer(header, np.uint8), body, encode_values(exact, form, scale)]))
 
 
@@ -152,7 +158,7 @@ def decode(payload: torch.Tensor) -> Selection:
         raise PayloadError(f"payload is truncated: {data.size} bytes, the header alone takes {start}")
     *shape, count, scale = struct.unpack(f"<{ndim}QQf", data[6:start].tobytes())
     numel = math.prod(shape)
-    if numel >= 1 << 63 or count > numel:
+    if numel >= 1 << 63 or max(shape, default=0) >= 1 << 63 or count > numel:
         raise PayloadError(f"payload announces {count} elements of a tensor of shape {tuple(shape)}")
     if not (math.isfinite(scale) and scale >= 0):
         raise PayloadError(f"payload has the scale {scale}")
@@ -163,6 +169,8 @@ def decode(payload: torch.Tensor) -> Selection:
         raise PayloadError(f"payload must be {size} bytes for {count} elements of {numel}, got {data.size}")
     indices = torch.from_numpy(decode_indices(data[start:split], numel, count, count))
     values = torch.from_numpy(decode_values(data[split:], form, count, scale))
+    if not bool(values.isfinite().all()):
+        raise PayloadError("payload has values that are not finite")
     return Selection(indices, _into(values, dtype), torch.Size(shape), dtype)
 
 

@@ -27,6 +27,9 @@ class Policy:
         self.default = check_rule("rule", default)
         if overrides is not None and not isinstance(overrides, Mapping):
             raise ValueError(f"overrides must map a glob to a rule, got {overrides!r}")
+        for glob in overrides or {}:
+            if not isinstance(glob, str):
+                raise ValueError(f"overrides must map a glob to a rule, got the key {glob!r}")
         self.overrides = {glob: check_rule(f"overrides[{glob!r}]", rule) for glob, rule in (overrides or {}).items()}
 
     def rule_for(self, name: str, shape: torch.Size) -> AnyRule:

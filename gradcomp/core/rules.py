@@ -7,9 +7,11 @@ A rule is one of three things, and :func:`fill_mask` is the only place that tell
 * an object with ``update_mask(name, data, **config)`` that edits ``self.state[name]["mask"]`` in place, as data sparsifiers do.
 """
 
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -40,7 +42,7 @@ AnyRule: TypeAlias = Rule | MaskUpdater | Callable[[torch.Tensor, torch.Tensor],
 
 
 def _number(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{field} must be a number, got {value!r}")
     return float(value)
 
@@ -68,8 +70,11 @@ class Threshold:
             raise ValueError(f"Threshold.tau must be finite and >= 0, got {self.tau!r}")
 
     def mask_(self, data: torch.Tensor, mask: torch.Tensor) -> None:
-        """Fill ``mask`` with ``|data| > tau``, True also where ``data`` is NaN."""
-        mask.copy_(~(data.detach().abs() <= self.tau))
+        """Fill ``mask`` with ``|data| > tau``, True also where ``data`` is not finite. Half precision is compared as fp32."""
+        magnitude = data.detach().abs()
+        if data.dtype in (torch.float16, torch.bfloat16):
+            magnitude = magnitude.float()
+        mask.copy_(~(magnitude <= self.tau) | ~magnitude.isfinite())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,26 +138,42 @@ class Dense:
 
 def is_dense(rule: AnyRule) -> bool:
     """Whether the rule keeps everything by its settings alone: ``Dense()`` or ``TopK(density=1.0)``."""
-    return isinstance(rule, Dense) or (isinstance(rule, TopK) and rule.density == 1)
+    return type(rule) is Dense or (type(rule) is TopK and rule.density == 1)
+
+
+def is_scheduled(rule: AnyRule) -> bool:
+    """Whether the rule is a ``TopK`` whose density changes from step to step."""
+    return type(rule) is TopK and isinstance(rule.density, Schedule)
 
 
 def at_step(rule: AnyRule, step: int) -> AnyRule:
     """The rule of one step, where its density follows a schedule."""
-    return rule.at(step) if isinstance(rule, TopK) else rule
+    return rule.at(step) if type(rule) is TopK else rule
 
 
 def warmed_up(rule: AnyRule, density: float, steps: int) -> AnyRule:
     """``rule`` with its density falling exponentially from ``density`` in ``steps`` steps; itself if it keeps as much anyway."""
-    if not isinstance(rule, TopK) or isinstance(rule.density, Schedule) or rule.density >= density or not steps:
+    if type(rule) is not TopK or isinstance(rule.density, Schedule) or rule.density >= density or not steps:
         return rule
     return TopK(Exponential(start=density, end=rule.density, steps=steps))
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    """Whether a function can be called with data and mask; True where Python cannot tell."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def check_rule(field: str, rule: object) -> AnyRule:
     """Return ``rule`` if it is one; raise a ``ValueError`` that names ``field`` otherwise."""
     if isinstance(rule, type):
         raise ValueError(f"{field} must be a rule, got the class {rule.__name__}: write {rule.__name__}(...)")
-    if isinstance(rule, (Rule, MaskUpdater)) or callable(rule):
+    if isinstance(rule, (Rule, MaskUpdater)) or (callable(rule) and _takes_two(rule)):
         return rule
     raise ValueError(
         f"{field} must be a rule (Threshold, TopK, Dense, an object with mask_ or update_mask, or a function of data and mask), "
@@ -162,24 +183,29 @@ def check_rule(field: str, rule: object) -> AnyRule:
 
 def fill_mask(rule: AnyRule, name: str, data: torch.Tensor, mask: torch.Tensor) -> None:
     """Let any kind of rule fill ``mask`` (bool, the shape of ``data``) for the tensor called ``name``. Mutates ``mask``."""
+    returned: object = None
     if isinstance(rule, Rule):
-        rule.mask_(data, mask)
+        returned = rule.mask_(data, mask)  # type: ignore[func-returns-value]
     elif isinstance(rule, MaskUpdater):
         config = dict(getattr(rule, "data_groups", {}).get(name, getattr(rule, "defaults", {})))
         rule.state[name] = {"mask": torch.ones_like(mask)}
         rule.update_mask(name, data, **config)
         mask.copy_(rule.state[name]["mask"])
     else:
-        rule(data, mask)
+        returned = rule(data, mask)
+    if returned is not None and returned is not mask:
+        raise ValueError(f"rule {describe(rule)} returned a {type(returned).__name__}: a rule must fill the mask in place, mask.copy_(...)")
 
 
-def describe(rule: AnyRule) -> str:
-    """A text that is the same on every rank for the same rule (no addresses)."""
-    if isinstance(rule, TopK) and isinstance(rule.density, Schedule):
-        kind = type(rule.density)
-        return f"TopK(density={repr(rule.density) if is_dataclass(rule.density) else kind.__module__ + '.' + kind.__qualname__})"
-    if is_dataclass(rule):
-        return repr(rule)
-    if isinstance(rule, (Rule, MaskUpdater)):
-        return f"{type(rule).__module__}.{type(rule).__qualname__}"
-    return f"{getattr(rule, '__module__', '?')}.{getattr(rule, '__qualname__', type(rule).__qualname__)}"
+def describe(value: object) -> str:
+    """A text that is the same on every rank for the same rule, or field of a rule: no addresses, one spelling for a number."""
+    if isinstance(value, (str, bool, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, (int, float)):
+        return repr(float(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__qualname__}({', '.join(f'{f.name}={describe(getattr(value, f.name))}' for f in fields(value))})"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(describe, value))}]"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -57,14 +57,21 @@ class Accumulation:
         size = data.numel()
         residual = None if self._residual is None else self._residual[start:stop:step]
         out = _buffer("part", self.dtype)[:size] if size <= CHUNK else np.empty(size, self.dtype)
-        if self._direct:
-            values: Floats = data.numpy()
-            return values if residual is None else np.add(residual, values, out=out)
-        if residual is not None and data.dtype == torch.float64:
-            np.add(residual, data.numpy(), out=out, casting="same_kind", dtype=np.float64)  # rounds once
-            return out
-        torch.from_numpy(out).copy_(data)
-        return out if residual is None else np.add(out, residual, out=out)
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found by whoever looks for what is not finite
+            if self._direct:
+                values: Floats = data.numpy()
+                return values if residual is None else np.add(residual, values, out=out)
+            if residual is not None and data.dtype == torch.float64:
+                np.add(residual, data.numpy(), out=out, casting="same_kind", dtype=np.float64)  # rounds once
+                return out
+            torch.from_numpy(out).copy_(data)
+            return out if residual is None else np.add(out, residual, out=out)
+
+    def take(self, indices: Indices) -> Floats:
+        """The elements at ``indices``, in a new array."""
+        at = torch.from_numpy(indices)
+        residual = None if self._residual is None else torch.from_numpy(self._residual)[at]
+        return Accumulation(self._data[at], residual, fp32=self.dtype == np.float32).whole()
 
     def chunks(self) -> Iterator[tuple[int, Floats]]:
         """(start, elements) over the whole tensor, in order."""
@@ -107,6 +114,7 @@ def above(acc: Accumulation, threshold: float) -> tuple[Indices, Floats]:
     """Indices (ascending) and values of the elements with ``not |x| <= threshold``: NaN is among them."""
     magnitude = _buffer("magnitude", acc.dtype)
     hit = _buffer("hit", np.bool_)
+    threshold = min(threshold, float(np.finfo(acc.dtype).max))  # an infinite element exceeds every threshold
     indices, found = [], []
     for start, values in acc.chunks():
         size = values.size

@@ -81,21 +81,20 @@ def select(rule: AnyRule, name: str, acc: scan.Accumulation, like: torch.Tensor)
     :class:`Threshold` and :class:`TopK` never form the whole sum, and non-finite elements are always among what they find; any
     other rule is shown the whole sum in the shape and strides of ``like`` and the sum is checked in full.
     """
-    if isinstance(rule, Threshold):
+    if type(rule) is Threshold:
         indices, values = scan.above(acc, rule.tau)
         return Found(indices, values, bool(np.isfinite(values).all()))
-    if isinstance(rule, TopK):
+    if type(rule) is TopK:
         indices, values = scan.top_k(acc, rule.count(len(acc)))
         return Found(indices, values, bool(np.isfinite(values).all()))
     whole = acc.whole()
     finite = bool(np.isfinite(whole).all())
-    if isinstance(rule, Dense):
+    if type(rule) is Dense:
         return Found(np.arange(whole.size), whole, finite)
-    flat = torch.from_numpy(whole)
     mask = torch.zeros(whole.size, dtype=torch.bool)
-    fill_mask(rule, name, _shaped(flat, like), _shaped(mask, like))
+    fill_mask(rule, name, _shaped(torch.from_numpy(whole), like), _shaped(mask, like))
     indices = nonzero(mask).numpy()
-    return Found(indices, whole[indices], finite)
+    return Found(indices, acc.take(indices), finite)  # taken anew: a rule may have written to what it was shown
 
 
 def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -120,7 +119,7 @@ def compress(tensor: torch.Tensor, rule: AnyRule) -> Selection:
     """Select the elements of ``tensor`` that matter.
 
     Args:
-        tensor: any shape (0-d and empty too), any real dtype, any strides, dense.
+        tensor: any shape (0-d and empty too), any real dtype, any strides, dense. Integers are compared as fp64.
         rule: what matters.
 
     Returns:
@@ -130,7 +129,7 @@ def compress(tensor: torch.Tensor, rule: AnyRule) -> Selection:
         ValueError: ``rule`` is not a rule, or ``tensor`` is complex or sparse.
     """
     rule = check_rule("rule", rule)
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_neg()
     if tensor.is_complex() or tensor.layout != torch.strided:
         raise ValueError(f"tensor must be real and dense, got {tensor.dtype}, {tensor.layout}; use view_as_real or to_dense first")
     flat = tensor.reshape(-1)

@@ -70,7 +70,7 @@ FORMATS = {
 
 def check_values(values: str) -> str:
     """Return ``values`` if it names a value format; raise a ``ValueError`` otherwise."""
-    if values not in FORMATS:
+    if not isinstance(values, str) or values not in FORMATS:
         raise ValueError(f"values must be one of {list(FORMATS)}, got {values!r}")
     return values
 

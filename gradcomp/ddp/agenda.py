@@ -6,8 +6,9 @@ An announcement takes effect two steps after the step whose headers carried it: 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradcomp.ddp.payload import FLUSH, REMOVE, Arrival
-from gradcomp.ddp.plan import Plan, capacity_for
+from gradcomp.ddp.flight import Flight
+from gradcomp.ddp.payload import FLUSH, REMOVE
+from gradcomp.ddp.plan import capacity_for
 
 LAG = 2
 
@@ -23,13 +24,14 @@ class Agenda:
         self.removed = False
         """Whether the hook has turned dense."""
         self._capacity: dict[str, tuple[int, int]] = {}  # for the coming step and the one after it
-        self._flush_at: int | None = None
+        self._flush_at: list[int] = []
         self._remove_at: int | None = None
 
     @property
     def flushing(self) -> bool:
         """Whether the coming step sends every residual whole."""
-        return any(at is not None and self.number >= at for at in (self._flush_at, self._remove_at))
+        removing = self._remove_at is not None and self.number >= self._remove_at
+        return not self.removed and (removing or any(self.number >= at for at in self._flush_at))
 
     def capacity(self, name: str) -> int | None:
         """Elements of payload kept for ``name`` in the coming step; None where it has no history."""
@@ -39,22 +41,26 @@ class Agenda:
         """Give ``name`` its first two capacities, from what the ranks wanted at most."""
         self._capacity[name] = (capacity_for(numel, wanted),) * 2
 
-    def advance(self, flown: Iterable[tuple[Plan, list[Arrival]]], *, announced: int, bad: bool) -> None:
-        """Complete a step. ``flown``: each bucket's plan and every rank's payload; ``announced``: what this step's headers did."""
+    def advance(self, flights: Iterable[Flight], *, announced: int, bad: bool) -> None:
+        """Complete a step. ``flights``: every bucket's; ``announced``: the flags that this rank put into its headers."""
         flags = 0
-        for plan, arrivals in flown:
-            for arrival in arrivals:
+        kept_back = False
+        for flight in flights:
+            held_back = flight.held_back
+            for arrival in flight.arrivals:
                 flags |= arrival.flags
-            for piece in plan.pieces:
-                if piece.sized_by_history and arrivals:
+            for piece in flight.plan.pieces:
+                kept_back |= piece.tracked and held_back[piece.name]
+                if piece.sized_by_history and flight.arrivals:
                     after = self._capacity[piece.name][1]
-                    wanted = max(arrival.wanted[piece.name] for arrival in arrivals)
+                    wanted = max(arrival.wanted[piece.name] for arrival in flight.arrivals)
                     self._capacity[piece.name] = (after, after if bad else capacity_for(piece.numel, wanted))
         if self.flushing and not bad:
-            self.removed = self.removed or (self._remove_at is not None and self.number >= self._remove_at)
-            self._flush_at = self._remove_at = None
-        if flags & FLUSH and self._flush_at is None:
-            self._flush_at = self.number + LAG
+            self._flush_at = [at for at in self._flush_at if at > self.number]
+            # A removal goes on flushing until no residual is kept back: nobody would send it afterwards.
+            self.removed = self._remove_at is not None and self.number >= self._remove_at and not kept_back
+        if flags & FLUSH:
+            self._flush_at.append(self.number + LAG)
         if flags & REMOVE and self._remove_at is None:
             self._remove_at = self.number + LAG
         self.announce &= ~announced
@@ -66,7 +72,7 @@ class Agenda:
             "step": self.number,
             "capacity": {name: list(sizes) for name, sizes in self._capacity.items()},
             "announce": self.announce,
-            "flush_at": self._flush_at,
+            "flush_at": list(self._flush_at),
             "remove_at": self._remove_at,
             "removed": self.removed,
         }
@@ -76,4 +82,4 @@ class Agenda:
         self.number = state["step"]
         self._capacity = {name: (now, after) for name, (now, after) in state["capacity"].items()}
         self.announce = state["announce"]
-        self._flush_at, self._remove_at, self.removed = state["flush_at"], state["remove_at"], state["removed"]
+        self._flush_at, self._remove_at, self.removed = list(state["flush_at"]), state["remove_at"], state["removed"]

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from gradcomp.ddp.exchange import Exchange
+from gradcomp.ddp.payload import FLUSH, REMOVE
 
 FORMAT = 1
 """Version of the state's layout."""
 
-_KEYS = {"format", "rank", "world_size", "step", "residual", "capacity", "announce", "flush_at", "remove_at", "removed"}
+_KEYS = ("format", "rank", "world_size", "step", "residual", "capacity", "announce", "flush_at", "remove_at", "removed")
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange: Exchange | None) -> None:
@@ -21,23 +22,55 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange
         shapes: parameter name -> a tensor of its shape.
         exchange: of this rank; None where there is no process group yet, and rank and world size cannot be checked.
     """
-    missing = _KEYS - state.keys()
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state must be a mapping, as state_dict() returns it, got a {type(state).__name__}")
     if "format" in state and state["format"] != FORMAT:
         raise ValueError(f"state['format'] must be {FORMAT}, got {state['format']!r}: it was saved by another version of gradcomp")
+    missing = [key for key in _KEYS if key not in state]
     if missing:
-        raise ValueError(f"state must have the keys {sorted(_KEYS)}, {sorted(missing)} are missing")
+        raise ValueError(f"state must have the keys {list(_KEYS)}, {missing} are missing")
+    _check_numbers(state)
     if exchange is not None:
         for key, own in (("world_size", exchange.world_size), ("rank", exchange.rank)):
             if state[key] is not None and state[key] != own:
                 raise ValueError(f"state[{key!r}] must be this process's {own}, got {state[key]}: residuals belong to their rank")
     for part in ("residual", "capacity"):
+        if not isinstance(state[part], Mapping):
+            raise ValueError(f"state[{part!r}] must map parameter names, got a {type(state[part]).__name__}")
         unknown = sorted(set(state[part]) - set(shapes))
         if unknown:
             raise ValueError(f"state[{part!r}] has parameters that the model has not: {unknown}")
     for name, residual in state["residual"].items():
-        if residual.shape != shapes[name].shape:
-            raise ValueError(
-                f"state['residual'][{name!r}] must have the parameter's shape {tuple(shapes[name].shape)}, got {tuple(residual.shape)}"
-            )
-        if not bool(residual.isfinite().all()):
-            raise ValueError(f"state['residual'][{name!r}] must be finite")
+        _check_residual(name, residual, shapes[name].shape)
+    for name, sizes in state["capacity"].items():
+        numel = shapes[name].numel()
+        if not (isinstance(sizes, (list, tuple)) and len(sizes) == 2 and all(_is_count(size) and size <= numel for size in sizes)):
+            raise ValueError(f"state['capacity'][{name!r}] must be two integers in 0..{numel}, got {sizes!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_numbers(state: Mapping[str, Any]) -> None:
+    for key in ("step", "announce"):
+        if not _is_count(state[key]):
+            raise ValueError(f"state[{key!r}] must be an integer >= 0, got {state[key]!r}")
+    if state["announce"] & ~(FLUSH | REMOVE):
+        raise ValueError(f"state['announce'] must be made of the flags {FLUSH} and {REMOVE}, got {state['announce']!r}")
+    if not (state["remove_at"] is None or _is_count(state["remove_at"])):
+        raise ValueError(f"state['remove_at'] must be a step or None, got {state['remove_at']!r}")
+    if not (isinstance(state["flush_at"], (list, tuple)) and all(map(_is_count, state["flush_at"]))):
+        raise ValueError(f"state['flush_at'] must be a list of steps, got {state['flush_at']!r}")
+    if not isinstance(state["removed"], bool):
+        raise ValueError(f"state['removed'] must be True or False, got {state['removed']!r}")
+
+
+def _check_residual(name: str, residual: object, shape: torch.Size) -> None:
+    field = f"state['residual'][{name!r}]"
+    if not isinstance(residual, torch.Tensor) or residual.dtype != torch.float32:
+        raise ValueError(f"{field} must be an fp32 tensor, got {getattr(residual, 'dtype', type(residual).__name__)}")
+    if residual.shape != shape:
+        raise ValueError(f"{field} must have the parameter's shape {tuple(shape)}, got {tuple(residual.shape)}")
+    if not bool(residual.isfinite().all()):
+        raise ValueError(f"{field} must be finite")

@@ -38,14 +38,6 @@ class Flight:
         """What DDP is given: the bucket's buffer."""
         return self._buffer
 
-    def gradient(self, piece: Piece) -> torch.Tensor:
-        """The piece's part of the buffer, flat."""
-        return self._buffer[piece.start : piece.stop]
-
-    def shaped(self, piece: Piece) -> torch.Tensor:
-        """The piece's part of the buffer, in the parameter's shape."""
-        return self.gradient(piece).as_strided(piece.shape, piece.stride)
-
     # What goes out by the ring
 
     def load_ring(self, sums: dict[str, Accumulation]) -> torch.Tensor | None:
@@ -62,8 +54,9 @@ class Flight:
 
     def _ring_part(self, piece: Piece, acc: Accumulation) -> torch.Tensor:
         if not piece.tracked:
-            return self.gradient(piece).to(self._ring_dtype)
-        return torch.from_numpy(acc.whole()).to(self._ring_dtype)
+            return piece.part(self._buffer).to(self._ring_dtype)
+        limit = torch.finfo(self._buffer.dtype).max  # what is beyond the gradient's own dtype stays in the residual
+        return torch.from_numpy(acc.whole()).clamp(-limit, limit).to(self._ring_dtype)
 
     @property
     def _ring_dtype(self) -> torch.dtype:
@@ -90,9 +83,6 @@ class Flight:
         if not self._ring_finite:
             names = ", ".join(piece.name for piece in self.plan.rings)
             return f"the reduced gradient of a dense parameter is not finite (one of: {names})"
-        for position, piece in self._by_payload():
-            if self._overflows(position):
-                return f"the mean gradient of {piece.name} overflows {self._buffer.dtype}"
         return None
 
     def _by_payload(self) -> Iterator[tuple[int, Piece]]:
@@ -101,13 +91,6 @@ class Flight:
 
     def _released_by_all(self, position: int) -> list[Released]:
         return [arrival.released[position] for arrival in self.arrivals]
-
-    def _overflows(self, position: int) -> bool:
-        limit = torch.finfo(self._buffer.dtype).max
-        largest = (float(np.abs(part.values).max(initial=0.0)) for part in self._released_by_all(position))
-        if sum(largest) * self._scale <= limit:
-            return False  # no element can be beyond what the largest of every rank sum to
-        return not bool(torch.from_numpy(self._sum(position)).to(self._buffer.dtype).isfinite().all())
 
     def _sum(self, position: int) -> npt.NDArray[np.floating]:
         """The mean over ranks of one piece, in fp32 (fp64 for fp64 buckets), added in rank order on every rank."""
@@ -125,39 +108,39 @@ class Flight:
         else:
             total[part.indices] += values  # a rank's indices are unique
 
-    def _zero_everywhere(self) -> list[bool]:
-        """By piece: whether its gradient was zero on all ranks. It then releases nothing: DDP may throw the result away."""
-        if not self.arrivals:
-            return [False] * len(self.plan.pieces)
-        return [bool(zero) for zero in np.logical_and.reduce([arrival.zero for arrival in self.arrivals])]
+    @property
+    def held_back(self) -> dict[str, bool]:
+        """By parameter: whether its gradient was zero on all ranks. It then releases nothing: DDP may throw the result away."""
+        zero = np.logical_and.reduce([arrival.zero for arrival in self.arrivals]) if self.arrivals else [False] * len(self.plan.pieces)
+        return {piece.name: bool(bit) for piece, bit in zip(self.plan.pieces, zero)}
 
     # What becomes of it
 
     def settle(self, feedback: Feedback) -> None:
         """A good step: residual = residual + gradient - released. Must come before :meth:`fill`. Mutates the residuals."""
-        held_back = dict(zip((piece.name for piece in self.plan.pieces), self._zero_everywhere()))
+        held_back = self.held_back
         for position, piece in self._by_payload():
             if piece.tracked:
                 own = self.arrivals[self._rank].released[position]
                 values = None if held_back[piece.name] else own.values
-                feedback.keep(piece.name, self.gradient(piece), own.indices, values)
+                feedback.keep(piece.name, piece.part(self._buffer), own.indices, values)
         for piece in self.plan.rings:
             if piece.tracked and held_back[piece.name]:
-                feedback.keep(piece.name, self.gradient(piece), None, None)
-            elif piece.tracked and self._ring_dtype.itemsize >= 4:
+                feedback.keep(piece.name, piece.part(self._buffer), None, None)
+            elif piece.tracked and self._buffer.dtype.itemsize >= 4:
                 feedback.clear(piece.name)
             elif piece.tracked:
-                sent = self._ring_part(piece, feedback.accumulate(piece.name, self.gradient(piece)))
-                feedback.keep(piece.name, self.gradient(piece), None, sent.float().numpy())
+                sent = self._ring_part(piece, feedback.accumulate(piece.name, piece.part(self._buffer)))
+                feedback.keep(piece.name, piece.part(self._buffer), None, sent.float().numpy())
 
     def fill(self) -> None:
         """A good step: put the mean gradient into the buffer. Mutates the buffer."""
         if not self.plan.header:
             return
-        held_back = dict(zip((piece.name for piece in self.plan.pieces), self._zero_everywhere()))
+        held_back = self.held_back
         direct = self._buffer.dtype in (torch.float32, torch.float64)
         for position, piece in self._by_payload():
-            gradient = self.gradient(piece).zero_()
+            gradient = piece.part(self._buffer).zero_()
             if held_back[piece.name]:
                 continue
             if direct:
@@ -168,7 +151,7 @@ class Flight:
                 gradient.copy_(torch.from_numpy(self._sum(position)))
         if self._ring is not None:
             for piece, reduced in zip(self.plan.rings, torch.split(self._ring, [piece.numel for piece in self.plan.rings])):
-                gradient = self.gradient(piece)
+                gradient = piece.part(self._buffer)
                 gradient.zero_() if held_back[piece.name] else gradient.copy_(reduced)
         self._ring = None
 

@@ -13,6 +13,7 @@ from gradcomp.ddp.analysis import Analysis
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.payload import FLUSH, REMOVE
 from gradcomp.ddp.traffic import Counters, Traffic
+from gradcomp.errors import DesyncError
 
 
 class Handle:
@@ -67,7 +68,8 @@ class Handle:
         """Send every residual whole, once: announced in the next step's headers, done two steps later.
 
         One rank's call is enough. In that step every parameter that holds a residual travels by the ring all-reduce, residual
-        included (half-precision gradients as fp32), and its residual becomes zero; a parameter whose gradient is zero on all
+        included (half-precision gradients as fp32, so at twice plain DDP's bytes), and its residual becomes zero, but for what is
+        beyond the range of the gradient's dtype; a parameter whose gradient is zero on all
         ranks keeps its residual, since DDP may throw its result away. A bad step is tried again.
         """
         self._agenda.announce |= FLUSH
@@ -75,7 +77,8 @@ class Handle:
     def remove(self) -> None:
         """Turn the hook dense: announced in the next step's headers; two steps later one flush, then plain DDP's all-reduce.
 
-        One rank's call is enough. A DDP model takes one hook in its life, so the hook stays registered.
+        One rank's call is enough. Should a parameter that holds a residual have no gradient on any rank in that step, flushing goes on
+        until each had one. A DDP model takes one hook in its life, so the hook stays registered.
         """
         self._agenda.announce |= REMOVE
 
@@ -100,19 +103,31 @@ class Handle:
         After the first step this is collective: every rank calls it between the same two steps.
 
         Raises:
-            ValueError: another format, rank or world size, or residuals that do not fit the model.
-            DesyncError: after the first step, if the ranks loaded states of different steps; on all ranks.
+            ValueError: another format, rank or world size, a field of another type, or residuals that do not fit the model.
+            DesyncError: after the first step, where another rank refuses its state or has one of another step.
         """
         exchange = self._resolve()
-        checkpoint.check(state, self._shapes, exchange)
+        refusal = None
+        try:
+            checkpoint.check(state, self._shapes, exchange)
+        except ValueError as error:
+            refusal = error
+        if exchange is not None and self._has_run():
+            # The ranks tell each other first: one that raised by itself would leave the others waiting.
+            fits = {} if refusal else {key: repr(state[key]) for key in sorted(state) if key not in ("rank", "residual", "announce")}
+            try:
+                agree(exchange, {"the state to load": f"refused, {refusal}" if refusal else "fits"} | fits)
+            except DesyncError:
+                if refusal is None:
+                    raise
+        if refusal is not None:
+            raise refusal
         self._feedback.replace({name: self._in_memory_order(name, residual) for name, residual in state["residual"].items()})
         self._agenda.load_state_dict(state)
-        if exchange is not None and self._has_run():
-            agree(exchange, self._description())
 
     def _in_memory_order(self, name: str, residual: torch.Tensor) -> torch.Tensor:
         like = self._shapes[name]
-        placed = torch.empty_strided(like.shape, like.stride()).copy_(residual)
+        placed = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(residual)
         return placed.as_strided((like.numel(),), (1,))
 
     def _resolve(self) -> Exchange | None:
@@ -120,7 +135,4 @@ class Handle:
         raise NotImplementedError
 
     def _has_run(self) -> bool:
-        raise NotImplementedError
-
-    def _description(self) -> dict[str, str]:
         raise NotImplementedError

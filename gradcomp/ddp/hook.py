@@ -32,8 +32,10 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     Raises:
         DesyncError: the ranks disagree; on all ranks, before any payload moves.
     """
+    if not isinstance(state, SparseState):
+        raise ValueError(f"state must be a gradcomp.SparseState made for the network, got a {type(state).__name__}")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(bucket.buffer().device.type, enabled=False):  # rules see and keep fp32
             return _send(state, bucket)
     except Exception as error:
         state.give_up(error)
@@ -48,12 +50,12 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
     buffer = bucket.buffer().detach()
 
     # 1. Accumulate: residual + gradient, formed chunk by chunk when read; both stay untouched until the step completes.
-    sums = {piece.name: state.accumulate(piece, buffer[piece.start : piece.stop]) for piece in layout}
+    sums = {piece.name: state.accumulate(piece, piece.part(buffer)) for piece in layout}
 
     # 2. Select, by parameter. Rules that do not fix their count go first: what the ranks want decides how parameters travel.
     with state.timed("select_s"):
-        found = {p.name: select(p.rule, p.name, sums[p.name], _shaped(buffer, p)) for p in layout if p.sized_by_history}
-    state.size(layout, {name: part.indices.size for name, part in found.items()})
+        found = {p.name: select(p.rule, p.name, sums[p.name], p.shaped(buffer)) for p in layout if p.sized_by_history}
+    state.size(layout, {name: int(np.isfinite(part.values).sum()) for name, part in found.items()})
     plan = state.plan_of(layout, flush=step.flush)
     flight = Flight(plan, step.number, state.exchange, buffer)
 
@@ -77,16 +79,12 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
     return step.board(flight, is_last=bucket.is_last())
 
 
-def _shaped(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return buffer[piece.start : piece.stop].as_strided(piece.shape, piece.stride)
-
-
 def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor) -> Chosen:
     """What this rank sends of one piece, and what its header says about it."""
     zero = piece.tracked and acc.is_zero()
     wanted = 0 if found is None else found.indices.size
     if piece.travel == "sparse":
-        indices, values, finite = found or select(piece.rule, piece.name, acc, _shaped(buffer, piece))
+        indices, values, finite = found or select(piece.rule, piece.name, acc, piece.shaped(buffer))
         wanted = indices.size
         indices, values = keep_largest(indices, values, piece.capacity)
         return Chosen(indices, values, wanted, zero, finite)

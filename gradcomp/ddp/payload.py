@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradcomp.core import codec
 from gradcomp.core.scan import Floats, Indices
@@ -78,7 +79,7 @@ def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> codec.Bytes
     scales = np.array([scale_of(part.values, plan.form) for part in sparse], "<f4")
     if plan.form.scaled:
         sections.append(scales.view(np.uint8))
-    if plan.capacity:
+    if plan.sparse:
         indices = np.concatenate([part.indices + base for part, base in zip(sparse, plan.bases)])
         sections.append(codec.encode_indices(indices, plan.universe, plan.capacity))
         sizes = [part.indices.size for part in sparse]
@@ -112,7 +113,7 @@ def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
     sent = {piece.name: count[0] for piece, count in zip(plan.counted, counts)}
     scales = take(SCALE_BYTES * len(plan.sparse)).view("<f4") if plan.form.scaled else np.zeros(len(plan.sparse), np.float32)
     released = []
-    if plan.capacity:
+    if plan.sparse:
         sizes = [sent[piece.name] for piece in plan.sparse]
         indices = codec.decode_indices(take(codec.index_bytes(plan.universe, plan.capacity)), plan.universe, plan.capacity, sum(sizes))
         room = take(plan.form.size(plan.capacity))
@@ -121,11 +122,18 @@ def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
         for piece, base, low, high in zip(plan.sparse, plan.bases, edges, edges[1:]):
             if high - low != sent[piece.name]:
                 raise PayloadError(f"rank {rank} announced {sent[piece.name]} elements of {piece.name} and sent {high - low}")
-            released.append(Released(piece, indices[low:high] - base, values[low:high]))
+            released.append(Released(piece, indices[low:high] - base, _saturated(values[low:high], piece)))
     for piece in plan.rides:
-        released.append(Released(piece, None, decode_values(take(plan.riding.size(piece.numel)), plan.riding, piece.numel)))
+        values = decode_values(take(plan.riding.size(piece.numel)), plan.riding, piece.numel)
+        released.append(Released(piece, None, _saturated(values, piece)))
     wanted = {piece.name: count[1] for piece, count in zip(plan.counted, counts)}
     return Arrival(rank, flags, zero, not_finite, wanted, released)
+
+
+def _saturated(values: Floats, piece: Piece) -> Floats:
+    """Values within the gradient's own dtype, on every rank alike, so that no mean of them overflows it; the sender keeps the rest."""
+    limit = torch.finfo(piece.dtype).max
+    return values.clip(-limit, limit) if piece.dtype.itemsize < 4 else values
 
 
 class _Reader:

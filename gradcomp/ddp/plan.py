@@ -1,6 +1,7 @@
 """How a bucket's parameters travel, and how many bytes that takes: known to every rank before anything is sent.
 
-A parameter travels one of three ways, decided by the parameter, its history and the world size alone, never by its bucket:
+A parameter travels one of three ways, decided by the parameter, its history, the model and the world size, never by its bucket (but
+for exact riders of a bucket that gathers nothing else: see :func:`without_needless_gather`):
 
 * ``sparse``: selected elements, in the bucket's payload;
 * ``ride``: all elements, in the bucket's payload (small ``Dense`` parameters);
@@ -8,14 +9,13 @@ A parameter travels one of three ways, decided by the parameter, its history and
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 
 from gradcomp.core import codec
-from gradcomp.core.rules import AnyRule, TopK, is_dense
-from gradcomp.core.schedule import Schedule
+from gradcomp.core.rules import AnyRule, TopK, is_dense, is_scheduled
 from gradcomp.core.values import FORMATS, Format
 from gradcomp.ddp.traffic import gather_bytes, ring_bytes
 
@@ -29,7 +29,7 @@ COUNT_BYTES = 8
 SCALE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
     """One parameter in a bucket."""
 
@@ -55,7 +55,15 @@ class Piece:
     @property
     def sized_by_history(self) -> bool:
         """Whether its capacity follows what the ranks wanted to send: every rule but ``TopK`` and the dense ones."""
-        return not is_dense(self.rule) and not isinstance(self.rule, TopK)
+        return not is_dense(self.rule) and type(self.rule) is not TopK
+
+    def part(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The piece's elements of a bucket's buffer, flat: a view."""
+        return buffer[self.start : self.stop]
+
+    def shaped(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The piece's elements of a bucket's buffer, in the parameter's shape: a view."""
+        return self.part(buffer).as_strided(self.shape, self.stride)
 
 
 def capacity_for(numel: int, wanted: int) -> int:
@@ -109,7 +117,7 @@ class Routing:
     @staticmethod
     def _most(rule: AnyRule, numel: int) -> int:
         """The largest capacity that a rule can lead to."""
-        return rule.count(numel) if isinstance(rule, TopK) and not isinstance(rule.density, Schedule) else numel
+        return rule.count(numel) if isinstance(rule, TopK) and type(rule) is TopK and not is_scheduled(rule) else numel
 
     def route(self, name: str, rule: AnyRule, numel: int, dtype: torch.dtype, history: int | None) -> tuple[Travel, int]:
         """(travel, elements of payload) of a parameter; ``history`` is its capacity where that follows from history."""
@@ -123,6 +131,13 @@ class Routing:
     def keeps_rest(self, travel: Travel, dtype: torch.dtype) -> bool:
         """Whether travelling so leaves anything behind: unsent elements, or what the value format rounds away."""
         return travel == "sparse" or (travel == "ride" and not self._riding.holds(dtype))
+
+
+def without_needless_gather(pieces: list[Piece], values: str) -> list[Piece]:
+    """The pieces, all by the ring where fp32 riders are all that would be gathered: plain DDP's one all-reduce, bit for bit."""
+    if values != "fp32" or any(p.tracked or p.sized_by_history or p.travel == "sparse" for p in pieces):
+        return pieces
+    return [replace(piece, travel="ring", capacity=0) for piece in pieces]
 
 
 class Plan:
@@ -158,11 +173,6 @@ class Plan:
         self.bases = [0]
         for piece in self.sparse:
             self.bases.append(self.bases[-1] + piece.numel)
-
-    @property
-    def numel(self) -> int:
-        """Elements in the bucket."""
-        return self.pieces[-1].stop if self.pieces else 0
 
     @property
     def universe(self) -> int:

@@ -25,16 +25,9 @@ def register(
     """Register the sparsifying hook on a DDP model; train as before.
 
     Args:
-        ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU.
+        ddp_model: a ``DistributedDataParallel`` without a hook, its parameters real and on the CPU.
         rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
-        overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
-        values: format of sparse values in payloads: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``sign``; small dense parameters
-            are sent as bf16 beside the last two.
-        warmup_steps: steps over which the density of every ``TopK`` rule falls exponentially to its own; other rules have no
-            density to warm up.
-        warmup_density: the fraction kept at step 0 of a warm-up.
-        on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks; ``raise`` raises on all ranks.
-        fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
+        overrides, values, warmup_steps, warmup_density, on_nonfinite, fallback: as for :class:`gradcomp.SparseState`.
 
     Returns:
         The handle: traffic, residuals, ``state_dict``, ``flush`` and ``remove``.
@@ -65,5 +58,7 @@ def register(
     try:
         ddp_model.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:
+        if "only be called once" not in str(error):
+            raise
         raise GradcompError("ddp_model has a communication hook already, and DDP takes one in a model's life") from error
     return state

@@ -1,6 +1,5 @@
 """The hook's state: settings, residuals, the layouts that the ranks have agreed on, and the step under way."""
 
-import re
 import warnings
 from collections.abc import Mapping
 from contextlib import _GeneratorContextManager
@@ -9,27 +8,22 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradcomp.core.feedback import Feedback
 from gradcomp.core.magnitude import Magnitudes
 from gradcomp.core.policy import Policy
-from gradcomp.core.rules import AnyRule, Dense, TopK, at_step, describe, is_dense, warmed_up
+from gradcomp.core.rules import AnyRule, Dense, TopK, at_step, describe, is_dense, is_scheduled, warmed_up
 from gradcomp.core.scan import Accumulation
 from gradcomp.core.values import check_values
 from gradcomp.ddp.agenda import Agenda
 from gradcomp.ddp.agreement import agree, largest
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.handle import Handle
-from gradcomp.ddp.plan import Piece, Plan, Routing
+from gradcomp.ddp.network import Network
+from gradcomp.ddp.plan import Piece, Plan, Routing, without_needless_gather
 from gradcomp.ddp.step import Step
 from gradcomp.ddp.traffic import Counters, ring_bytes
 from gradcomp.errors import GradcompError, NonFiniteError
-
-
-def parameter_name(name: str) -> str:
-    """A parameter's name without what wrappers (DDP, torch.compile) put before and into it."""
-    return re.sub(r"^(module\.|_orig_mod\.)+", "", name).replace("._orig_mod.", ".")
 
 
 def _one_of(field: str, value: str, *allowed: str) -> str:
@@ -55,7 +49,7 @@ class SparseState(Handle):
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
             raises from ``backward()`` on all ranks. Residuals stay as they were either way.
         fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
-        group: the process group of the DDP model; the default group if None.
+        group: the process group of the DDP model; if None that of ``module`` where it is wrapped, else the default group.
 
     Raises:
         ValueError: a setting out of its range, named with its value.
@@ -88,13 +82,9 @@ class SparseState(Handle):
         self._on_nonfinite = _one_of("on_nonfinite", on_nonfinite, "propagate", "raise")
         self._reports = self._on_nonfinite == "raise"
         self._fallback = _one_of("fallback", fallback, "dense", "never")
-        self._group = group
-        self._names = WeakTensorKeyDictionary()  # parameter -> name; keeps no parameter alive
-        self._shapes = {}
-        for raw, parameter in module.named_parameters():
-            self._add_parameter(parameter_name(raw), parameter)
-        if not self._shapes:
-            raise ValueError(f"module must have parameters, got a {type(module).__name__} without any")
+        self._group = group if group is not None else getattr(module, "process_group", None)
+        self._network = Network(module)
+        self._shapes = self._network.shapes
         policy.warn_unmatched(self._shapes)
         rules = {name: policy.rule_for(name, like.shape) for name, like in self._shapes.items()}
         self._rules = {name: warmed_up(rule, warmup_density, warmup_steps) for name, rule in rules.items()}
@@ -103,19 +93,9 @@ class SparseState(Handle):
         self._counters = Counters()
         self._densities = {}
         self._connected: tuple[Exchange, Routing] | None = None
-        self._layouts: dict[tuple[int, tuple[str, ...]], tuple[Piece, ...]] = {}
-        self._plans: dict[tuple[str, ...], tuple[object, Plan]] = {}
+        self._layouts: dict[tuple[object, ...], tuple[Piece, ...]] = {}
+        self._plans: dict[tuple[str, ...], tuple[object, object, Plan]] = {}
         self._step: Step | None = None
-
-    def _add_parameter(self, name: str, parameter: torch.Tensor) -> None:
-        if parameter.device.type != "cpu":
-            raise ValueError(f"parameter {name} must be on the CPU, the only device supported so far, got {parameter.device}")
-        if parameter.is_complex():
-            raise ValueError(f"parameter {name} must be real, complex ones are not supported so far, got {parameter.dtype}")
-        if name in self._shapes:
-            raise ValueError(f"two parameters are called {name} once the prefixes of wrappers are stripped")
-        self._names[parameter] = name
-        self._shapes[name] = torch.empty_like(parameter, device="meta")  # the strides of DDP's bucket views too
 
     # Agreement
 
@@ -126,6 +106,7 @@ class SparseState(Handle):
             if group is None:
                 raise ValueError("group is None and there is no default process group: call init_process_group first")
             exchange = Exchange(group, self._counters)
+            self._network.look_again()
             parameters = [(name, self._rules[name], like.numel(), like.dtype) for name, like in self._shapes.items()]
             routing = Routing(parameters, values=self._values, fallback=self._fallback, world_size=exchange.world_size)
             self._connected = exchange, routing
@@ -139,7 +120,7 @@ class SparseState(Handle):
 
     def _warn_inactive(self, routing: Routing, world_size: int) -> None:
         asked = {name: rule for name, rule in self._rules.items() if not is_dense(rule)}
-        if not asked or not all(isinstance(rule, TopK) and isinstance(rule.density, float) for rule in asked.values()):
+        if not asked or not all(type(rule) is TopK and not is_scheduled(rule) for rule in asked.values()):
             return  # nothing was asked for, or how much is not known yet
         likes = self._shapes
         if all(routing.route(n, rule, likes[n].numel(), likes[n].dtype, None)[0] != "sparse" for n, rule in asked.items()):
@@ -157,49 +138,56 @@ class SparseState(Handle):
         return bool(self._layouts)
 
     def _description(self) -> dict[str, str]:
+        """Everything that must be equal on all ranks, of the whole model: how one parameter travels can depend on the others."""
         settings = {"values": self._values, "on_nonfinite": self._on_nonfinite, "fallback": self._fallback}
         progress = {key: repr(value) for key, value in self._agenda.state_dict().items() if key != "announce"}
         held = {"parameters with a residual": repr(sorted(name for name in self._shapes if name in self._feedback))}
-        return settings | progress | held
+        rules = {f"parameter {n}": f"{tuple(s.shape)}, {s.dtype}, {describe(self._rules[n])}" for n, s in self._shapes.items()}
+        return settings | progress | held | rules
 
     # One step
 
     def step_of(self, bucket: GradBucket) -> Step:
         """The step that ``bucket`` belongs to; bucket 0 begins a new one."""
-        if bucket.index() == 0 or self._step is None:
+        if bucket.index() == 0:
             agenda = self._agenda
             self._step = Step(agenda.number, flags=agenda.announce, flush=agenda.flushing, complete=self._complete)
+        if self._step is None:
+            raise GradcompError(f"bucket {bucket.index()} came before bucket 0 of its backward pass")
         return self._step
 
     def layout_of(self, bucket: GradBucket) -> tuple[Piece, ...]:
-        """The bucket's parameters and their places, agreed with all ranks the first time they are seen in this order."""
-        names = tuple(self._name_of(parameter) for parameter in bucket.parameters())
-        key = (bucket.index(), names)
+        """The bucket's parameters and their places, agreed with all ranks the first time they are seen so."""
+        exchange = self.exchange
+        parameters = bucket.parameters()
+        names = tuple(self._network.name_of(parameter) for parameter in parameters)
+        key = (bucket.index(), names, tuple(parameter.stride() for parameter in parameters), self._agenda.removed)
         if key not in self._layouts:
             buffer, start, pieces = bucket.buffer(), 0, []
-            for name, grad in zip(names, bucket.gradients()):
-                shape, stride = tuple(grad.shape), grad.stride()
-                piece = Piece(
-                    name=name, rule=self._rules[name], start=start, numel=grad.numel(), dtype=grad.dtype, shape=shape, stride=stride
-                )
-                pieces.append(piece)
-                start += grad.numel()
+            for name, parameter in zip(names, parameters):
+                like = self._place(name, parameter, buffer.dtype)
+                rule = Dense() if self._agenda.removed else self._rules[name]
+                shape, numel = tuple(like.shape), like.numel()
+                pieces.append(Piece(name=name, rule=rule, start=start, numel=numel, dtype=buffer.dtype, shape=shape, stride=like.stride()))
+                start += numel
             if start != buffer.numel():
                 raise GradcompError(f"bucket {bucket.index()} has {buffer.numel()} elements, its parameters {start}")
-            listed = {f"parameter {p.name}": f"{p.shape}, {p.dtype}, {describe(p.rule)}" for p in pieces}
-            agree(self.exchange, self._description() | listed | {f"parameters of bucket {bucket.index()}": repr(names)})
+            agree(exchange, self._description() | {f"parameters of bucket {bucket.index()}": repr(names)})
             self._layouts[key] = tuple(pieces)
         layout = self._layouts[key]
-        if self._agenda.removed:
-            return tuple(replace(piece, rule=Dense()) for piece in layout)
-        now = [at_step(piece.rule, self._agenda.number) for piece in layout]
-        return tuple(piece if piece.rule is rule else replace(piece, rule=rule) for piece, rule in zip(layout, now))
+        if not any(is_scheduled(piece.rule) for piece in layout):
+            return layout
+        return tuple(replace(piece, rule=at_step(piece.rule, self._agenda.number)) for piece in layout)
 
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        if parameter not in self._names:
-            shape = tuple(parameter.shape)
-            raise GradcompError(f"a parameter of shape {shape} in the bucket is not one of the module that the state was made for")
-        return str(self._names[parameter])
+    def _place(self, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's shape and strides, which are those of its gradient in the bucket, whatever ``bucket.gradients()`` says."""
+        seen, now = self._shapes[name], torch.empty_like(parameter, device="meta")
+        if (dtype, now.stride()) != (seen.dtype, seen.stride()):
+            raise GradcompError(
+                f"parameter {name} was {seen.dtype} with strides {seen.stride()} and has a {dtype} gradient and strides {now.stride()} now: "
+                "change dtype and memory format before the model is wrapped in DDP, which keeps its buckets as they were"
+            )
+        return now
 
     def size(self, layout: tuple[Piece, ...], wanted: Mapping[str, int]) -> None:
         """Give parameters that are sized by history and have none their first capacities: collective where there are any."""
@@ -211,17 +199,15 @@ class SparseState(Handle):
     def plan_of(self, layout: tuple[Piece, ...], *, flush: bool) -> Plan:
         """How the bucket's parameters travel in this step: the same on all ranks."""
         capacities = tuple(self._agenda.capacity(piece.name) for piece in layout)
-        token = (layout, capacities, flush, tuple(piece.name in self._feedback for piece in layout))
+        token = (capacities, flush, tuple(piece.name in self._feedback for piece in layout))
         names = tuple(piece.name for piece in layout)
         cached = self._plans.get(names)
-        if cached is None or cached[0] != token:
+        if cached is None or cached[0] is not layout or cached[1] != token:
             routed = [self._routed(piece, history, flush) for piece, history in zip(layout, capacities)]
-            if self._values == "fp32" and not any(p.tracked or p.sized_by_history or p.travel == "sparse" for p in routed):
-                # Nothing would be gathered but exact riders: plain DDP's one all-reduce, bit for bit, is cheaper.
-                routed = [replace(piece, travel="ring", capacity=0) for piece in routed]
-            cached = token, Plan(routed, self._values, flush=flush, report=self._reports and not self._agenda.removed)
+            report = self._reports and not self._agenda.removed
+            cached = layout, token, Plan(without_needless_gather(routed, self._values), self._values, flush=flush, report=report)
             self._plans[names] = cached
-        return cached[1]
+        return cached[2]
 
     def _routed(self, piece: Piece, history: int | None, flush: bool) -> Piece:
         routing = self.connect()[1]
@@ -258,8 +244,7 @@ class SparseState(Handle):
                     flight.spoil()
         if self._analysis is not None:
             self._analysis.ready, self._analysis = True, None
-        flown = [(flight.plan, flight.arrivals) for flight in step.flights]
-        self._agenda.advance(flown, announced=step.flags, bad=fault is not None)
+        self._agenda.advance(step.flights, announced=step.flags, bad=fault is not None)
         for flight in step.flights:
             size = flight.result.numel()
             self._counters.add(
@@ -269,8 +254,9 @@ class SparseState(Handle):
                 sent_elements=sum(flight.sent.values()),
             )
             self._densities |= {piece.name: flight.sent[piece.name] / max(1, piece.numel) for piece in flight.plan.pieces}
-        sparse = sum(len(plan.sparse) for plan, _ in flown)
-        self._counters.finish_step(bad=fault is not None, sparse_parameters=sparse, parameters=sum(len(p.pieces) for p, _ in flown))
+        plans = [flight.plan for flight in step.flights]
+        sparse, parameters = sum(len(plan.sparse) for plan in plans), sum(len(plan.pieces) for plan in plans)
+        self._counters.finish_step(bad=fault is not None, sparse_parameters=sparse, parameters=parameters)
         self._step = None
         if fault is not None and self._reports:
             self.last_error = NonFiniteError(f"step {step.number}: {fault}")

@@ -84,7 +84,7 @@ class Traffic:
         if self.world_size == 1:
             lines.append("  one rank: nothing has to be sent")
         elif not self.sparse_parameters:
-            lines.append("  no parameter travels sparse: every gradient is dense or costs fewer bytes dense")
+            lines.append("  no parameter travelled sparse in the last step: dense by their rules, by cost, by a flush or a removal")
         if self.bad_steps:
             lines.append(f"  {self.bad_steps} steps were refused: a gradient was not finite")
         return "\n".join(lines)

@@ -47,7 +47,7 @@ def main(kind):
     counted, kernel = handle.traffic.sent_bytes - counted_before, kernel_bytes() - before
     record = {"rank": dist.get_rank(), "counted": counted, "kernel": kernel, "sparse": handle.traffic.sparse_parameters}
     dist.barrier()
-    print(json.dumps(record), flush=True)
+    os.write(1, (json.dumps(record) + "\n").encode())  # one write: the hosts share a pipe
     dist.destroy_process_group()
 
 

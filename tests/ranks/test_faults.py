@@ -1,5 +1,7 @@
 """Steps that go wrong: what is not finite, ranks that disagree, settings that are wrong."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from nets import Given, given_ddp, mixed_ddp, reduced
@@ -79,24 +81,46 @@ def test_3_residuals_are_bit_identical_after_an_infinite_gradient():
     assert loud[2]
 
 
-def overflowing(rank, rule):
-    model, handle = given_ddp({"w": torch.zeros(4, dtype=torch.float16), "v": torch.zeros(3)}, rule, "fp32", fallback="never")
-    local = torch.tensor([60000.0, 1, 1, 1], dtype=torch.float16)
+def growing(rank, rule, values, fallback, action):
+    parameters = {"w": torch.zeros(4, dtype=torch.float16), "v": torch.zeros(3)}
+    model, handle = given_ddp(parameters, rule, values, fallback=fallback)
+    local = torch.tensor([60000.0, 50000.0, 1, 1], dtype=torch.float16)
+    total = torch.zeros(4, dtype=torch.float64)
+    for step in range(10):
+        if step == 3 and action:
+            getattr(handle, action)()
+        total += reduced(model, {"w": local, "v": torch.ones(3)})["w"].double()
+    return total, handle.residual("w").double(), handle.traffic.bad_steps, 10 * local.double()
+
+
+def every_third(data, mask):
+    """Selects only what several steps have added up to."""
+    mask.copy_(data.abs() > 150_000)
+
+
+@pytest.mark.parametrize("action", ["", "flush", "remove"])
+@pytest.mark.parametrize("values", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("rule", [every_third, gradcomp.TopK(0.25)])
+def test_sums_beyond_half_precision_wait_instead_of_overflowing(rule, values, action):
+    """What a step cannot hold stays in the residual: refused, it would be there again in the next step, and for ever."""
+    for total, residual, bad_steps, exact in run_ranks(2, growing, rule, values, "never", action):
+        assert bad_steps == 0
+        assert bool(total.isfinite().all())
+        torch.testing.assert_close(total + residual, exact, rtol=2e-3, atol=1)  # the buffer itself holds 11 bits
+
+
+def reciprocal_of_zero(rank):
+    model, handle = given_ddp({"w": torch.zeros(4), "v": torch.zeros(3)}, gradcomp.TopK(0.5), "fp32", fallback="never")
     seen = []
-    for _ in range(2):
-        seen.append(bool(reduced(model, {"w": local, "v": torch.ones(3)})["v"].isnan().all()))
-    return seen, handle.residual("w").tolist()
+    for step in range(3):
+        big = 3e38 if step < 2 else 0.0
+        grads = reduced(model, {"w": torch.tensor([big, big, big, 1.0]), "v": torch.ones(3)})
+        seen.append(bool(grads["v"].isnan().all()))
+    return seen, bool(handle.residual("w").isfinite().all())
 
 
-def accumulate_only(data, mask):
-    """Selects only what two steps have added up to."""
-    mask.copy_(data.abs() > 100_000)
-
-
-def test_an_overflow_that_only_the_cast_produces_is_a_bad_step():
-    for seen, residual in run_ranks(2, overflowing, accumulate_only):
-        assert seen == [False, True]
-        assert residual == [60000, 1, 1, 1]
+def test_a_residual_that_would_overflow_fp32_makes_a_bad_step_and_no_warning():
+    assert run_ranks(2, reciprocal_of_zero) == [([False, True, False], True)] * 2
 
 
 def raising(rank, name):
@@ -111,6 +135,8 @@ def raising(rank, name):
     with pytest.raises(RuntimeError, match=f"NonFiniteError.*rank 1.*{name}"):
         reduced(model, local)
     assert torch.equal(handle.residual("a"), before)
+    after = reduced(model, grads(rank, 2))
+    assert all(bool(grad.isfinite().all()) for grad in after.values()), "training can go on"
     return type(handle.last_error), str(handle.last_error)
 
 
@@ -130,6 +156,43 @@ def disagreeing(rank, kwargs_of_rank, rule_of_rank):
     except gradcomp.DesyncError as error:
         return str(error), handle.traffic.payload_bytes, handle.last_error is error
     return None
+
+
+def disagreeing_elsewhere(rank):
+    """The ranks differ about parameters of the last bucket only; how small ones of the first travel depends on those too."""
+    sizes = {"p0": (1365,), "p1": (1365,), "pad": (300000,), "p2": (1000,), "p3": (40, 40)}
+    other = gradcomp.TopK(0.01) if rank == 1 else gradcomp.Dense()
+    overrides = {"p0": other, "p1": other, "p2": gradcomp.Dense(), "p3": gradcomp.TopK(0.01), "pad": gradcomp.Dense()}
+    parameters = {name: torch.zeros(size) for name, size in sizes.items()}
+    ddp = {"bucket_cap_mb": 0.01, "find_unused_parameters": True}
+    model, handle = given_ddp(parameters, None, "fp32", overrides=overrides, ddp=ddp)
+    with pytest.raises(gradcomp.DesyncError, match=r"rank 1 disagrees with rank 0 on parameter p0: .*TopK"):
+        reduced(model, {name: torch.ones(size) for name, size in sizes.items()})
+    return handle.traffic.payload_bytes
+
+
+def test_a_disagreement_about_a_later_bucket_is_found_in_the_first():
+    assert run_ranks(4, disagreeing_elsewhere) == [0] * 4
+
+
+@dataclass
+class Unhashable:
+    """A plain dataclass, which Python makes unhashable, holding a function, whose repr is an address."""
+
+    function: object
+
+    def mask_(self, data, mask):
+        mask.copy_(self.function(data))
+
+
+def with_unhashable(rank):
+    model, handle = given_ddp(shapes(), Unhashable(lambda data: data > 1), "bf16", fallback="never")
+    reduced(model, grads(rank, 0))
+    return handle.traffic.steps
+
+
+def test_any_object_can_be_a_rule():
+    assert run_ranks(2, with_unhashable) == [1, 1]
 
 
 TOPK = gradcomp.TopK(0.01)
@@ -159,6 +222,10 @@ def wrongly_registered(rank):
         (lambda: gradcomp.register(model, 0.01), "rule must be a rule"),
         (lambda: gradcomp.register(model, gradcomp.TopK), "got the class TopK"),
         (lambda: gradcomp.register(model, values="fp8"), "values must be one of"),
+        (lambda: gradcomp.register(model, values=["bf16"]), "values must be one of"),
+        (lambda: gradcomp.register(model, overrides={0: TOPK}), "got the key 0"),
+        (lambda: gradcomp.register(model, lambda data: data > 0), "of data and mask"),
+        (lambda: gradcomp.SparseState(TOPK), "module must be a torch.nn.Module"),
         (lambda: gradcomp.register(model, on_nonfinite="ignore"), "on_nonfinite must be one of"),
         (lambda: gradcomp.register(model, fallback="maybe"), "fallback must be one of"),
         (lambda: gradcomp.SparseState(nn.Module()), "must have parameters"),
@@ -176,7 +243,19 @@ def wrongly_registered(rank):
 
 
 def test_wrong_settings_are_refused_with_field_and_value():
-    assert run_ranks(1, wrongly_registered) == [9]
+    assert run_ranks(1, wrongly_registered) == [13]
+
+
+def registered_on_none(rank):
+    model = mixed_ddp()
+    model.register_comm_hook(None, gradcomp.sparse_hook)
+    with pytest.raises(ValueError, match=r"state must be a gradcomp\.SparseState"):
+        model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    return True
+
+
+def test_a_hook_without_a_state_says_what_is_missing():
+    assert run_ranks(1, registered_on_none) == [True]
 
 
 def sparse_gradients(rank):

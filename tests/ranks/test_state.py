@@ -1,6 +1,8 @@
 """The handle: flush, remove, state_dict and load_state_dict, traffic."""
 
+import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -124,6 +126,19 @@ def refused(rank):
         ({**good, "residual": {"head.weight": torch.zeros(3)}}, r"shape \(30, 96\), got \(3,\)"),
         ({**good, "residual": {"head.weight": torch.full((30, 96), float("nan"))}}, "finite"),
     ]
+    wrong += [
+        (None, "state must be a mapping"),
+        ({**good, "residual": None}, "'residual'"),
+        ({**good, "residual": {"head.weight": torch.zeros(30, 96).half()}}, "fp32"),
+        ({**good, "residual": {"head.weight": [1.0]}}, "fp32"),
+        ({**good, "step": "7"}, "'step'"),
+        ({**good, "announce": 255}, "'announce'"),
+        ({**good, "flush_at": "x"}, "'flush_at'"),
+        ({**good, "remove_at": -1}, "'remove_at'"),
+        ({**good, "removed": "no"}, "'removed'"),
+        ({**good, "capacity": {"head.weight": [1, 10**9]}}, "'capacity'"),
+        ({**good, "capacity": {"head.weight": 5}}, "'capacity'"),
+    ]
     for state, words in wrong:
         with pytest.raises(ValueError, match=words):
             handle.load_state_dict(state)
@@ -134,7 +149,13 @@ def refused(rank):
     assert torch.equal(handle.residual("head.weight"), before + 1)
     with pytest.raises(gradcomp.DesyncError, match=r"rank 1 disagrees with rank 0 on step: 11 against 1"):
         handle.load_state_dict({**good, "step": 1 + 10 * rank})
-    return True
+    assert handle.state_dict()["step"] == 1, "nothing is loaded when ranks disagree"
+    # One rank alone is given a wrong state: both raise, neither waits for the other.
+    with pytest.raises((gradcomp.DesyncError, ValueError), match=r"rank 1 disagrees .* refused" if rank == 0 else r"state\['rank'\]"):
+        handle.load_state_dict({**good, "rank": 0})
+    model.zero_grad()
+    loss_of(model, tokens(rank, 1)).backward()
+    return handle.traffic.steps == 2
 
 
 def test_a_state_that_does_not_fit_is_refused_whole():
@@ -161,6 +182,72 @@ def test_residuals_have_the_shape_of_channels_last_parameters():
         assert 0 < sent.count_nonzero() < grad.numel()
         other = ours[1][name]
         torch.testing.assert_close((sent + other[0] - other[1]) / 2, mean)
+
+
+def turned(rank):
+    """The network changes its memory order after the state was made, before it is wrapped."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3))
+    state = gradcomp.SparseState(net, overrides={"*": gradcomp.TopK(0.1)}, values="fp32")
+    net.to(memory_format=torch.channels_last)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    model.register_comm_hook(state, gradcomp.sparse_hook)
+    left = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in net.named_parameters()}
+    for step in range(4):
+        x = torch.randint(-2, 3, (1, 3, 7, 7), generator=torch.Generator().manual_seed(10 * step + rank)).float()
+        for name, grad in zip(left, torch.autograd.grad(net(x).sum(), list(net.parameters()))):
+            left[name] += grad.double()
+        model.zero_grad()
+        model(x).sum().backward()
+        for name, p in net.named_parameters():
+            left[name] -= p.grad.double()
+    residuals = {name: state.residual(name).double() for name in left}
+    net.to(memory_format=torch.contiguous_format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns too
+        with pytest.raises(gradcomp.GradcompError, match="change dtype and memory format before the model is wrapped"):
+            model(x).sum().backward()
+    return left, residuals
+
+
+def test_residuals_follow_a_change_of_memory_order():
+    results = run_ranks(2, turned)
+    for name in results[0][0]:
+        pending = sum(residuals[name] for _, residuals in results)
+        assert pending.count_nonzero() > 0
+        torch.testing.assert_close(pending, sum(left[name] for left, _ in results), rtol=1e-4, atol=1e-4)
+
+
+def half_default(rank):
+    torch.set_default_dtype(torch.float16)
+    parameters = {"w": torch.zeros(4, dtype=torch.float32), "v": torch.zeros(3)}
+    model, handle = given_ddp(parameters, gradcomp.TopK(0.25), "fp32", fallback="never")
+    grad = torch.tensor([8.0, 1.0001, 1e-3, 1e-9], dtype=torch.float32)
+    sums = sum(reduced(model, {"w": grad, "v": torch.ones(3)})["w"].double() for _ in range(3))
+    assert handle.residual("w").dtype == torch.float32
+    handle.load_state_dict(handle.state_dict())
+    return (sums + handle.residual("w").double() - 3 * grad.double()).abs().max().item()
+
+
+def test_the_default_dtype_does_not_leak_into_residuals():
+    assert max(run_ranks(2, half_default)) < 1e-6
+
+
+def cast_after(rank):
+    torch.manual_seed(0)
+    net = Mixed()
+    state = gradcomp.SparseState(net, overrides={"*": gradcomp.Dense()}, values="fp32")
+    net.double()
+    hooked = torch.nn.parallel.DistributedDataParallel(net)
+    hooked.register_comm_hook(state, gradcomp.sparse_hook)
+    plain = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(net))
+    for model in (hooked, plain):
+        loss_of(model, tokens(rank, 0)).backward()
+    return all(torch.equal(ours.grad, theirs.grad) for ours, theirs in zip(hooked.parameters(), plain.parameters()))
+
+
+def test_a_network_cast_after_its_state_was_made_loses_nothing():
+    assert run_ranks(2, cast_after) == [True, True]
 
 
 def hand_count(rank, world_size):

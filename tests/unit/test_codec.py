@@ -100,6 +100,26 @@ def test_encode_refuses_what_it_cannot_write():
         codec.encode(gradcomp.compress(torch.tensor([1.0, float("nan")]), gradcomp.Dense()))
     with pytest.raises(ValueError, match="count"):
         codec.index_bits(3, 4)
+    for indices, count, words in (
+        ([2, 1], 2, "ascending"),
+        ([1, 1], 2, "ascending"),
+        ([0, 3], 2, "ascending in 0..2"),
+        ([-1], 1, "ascending"),
+        ([0], 2, "as many"),
+    ):
+        wrong = gradcomp.Selection(torch.tensor(indices), torch.ones(count), torch.Size([3]), torch.float32)
+        with pytest.raises(ValueError, match=words):
+            codec.encode(wrong)
+
+
+def test_decode_refuses_values_that_are_not_finite():
+    payload = codec.encode(gradcomp.compress(torch.ones(1), gradcomp.Dense()), "fp32")
+    payload[-4:] = torch.tensor([float("nan")]).view(torch.uint8)
+    with pytest.raises(gradcomp.PayloadError, match="not finite"):
+        codec.decode(payload)
+    empty = struct.pack("<2s4B2QQf", b"GC", 1, 0, 0, 2, 2**64 - 1, 0, 0, 0)
+    with pytest.raises(gradcomp.PayloadError, match="shape"):
+        codec.decode(torch.tensor(list(empty), dtype=torch.uint8))
 
 
 GOOD = codec.encode(gradcomp.compress(torch.arange(50.0), gradcomp.Threshold(30.0)))

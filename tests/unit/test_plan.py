@@ -1,3 +1,7 @@
+import gc
+import weakref
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +13,9 @@ from gradcomp.core import codec, scan
 from gradcomp.core.policy import Policy
 from gradcomp.core.values import FORMATS
 from gradcomp.ddp.agenda import Agenda
-from gradcomp.ddp.payload import FLUSH, NOTHING, Chosen, pack, unpack
-from gradcomp.ddp.plan import ALLOWANCE, Piece, Plan, Routing, capacity_for
-from gradcomp.ddp.state import parameter_name
+from gradcomp.ddp.network import Network
+from gradcomp.ddp.payload import FLUSH, NOTHING, REMOVE, Chosen, pack, unpack
+from gradcomp.ddp.plan import ALLOWANCE, Piece, Plan, Routing, capacity_for, without_needless_gather
 from gradcomp.ddp.traffic import gather_bytes, ring_bytes
 
 F32 = torch.float32
@@ -164,44 +168,105 @@ def test_foreign_and_damaged_payloads_are_refused():
         pack(plan, 3, 0, [choose(100, [3], [1.0]), choose(7, [], [0] * 6), *chosen[2:]])
 
 
+def test_an_empty_sparse_parameter_takes_no_room():
+    plan = Plan(
+        [piece("e", 0, 0, gradcomp.TopK(0.3), "sparse", 0), piece("b", 0, 2, gradcomp.Dense(), "ride", 2)],
+        "bf16",
+        flush=False,
+        report=False,
+    )
+    arrival = unpack(plan, 0, 0, pack(plan, 0, 0, [choose(0, [], []), choose(2, [], [1, 2])]))
+    assert [part.values.tolist() for part in arrival.released] == [[], [1, 2]]
+
+
+def test_what_is_released_fits_the_gradients_dtype():
+    half = replace(piece("a", 0, 4, gradcomp.TopK(0.5), "sparse", 2), dtype=torch.float16)
+    for values in ("fp32", "bf16"):
+        plan = Plan([half], values, flush=False, report=False)
+        arrival = unpack(plan, 0, 0, pack(plan, 0, 0, [choose(4, [0, 3], [65504.0, -1e9])]))
+        assert arrival.released[0].values.tolist() == [65504, -65504]
+
+
+def test_exact_riders_alone_are_not_gathered():
+    riders = [piece("b", 0, 7, gradcomp.Dense(), "ride", 7, tracked=False)]
+    assert [p.travel for p in without_needless_gather(riders, "fp32")] == ["ring"]
+    assert [p.travel for p in without_needless_gather(riders, "bf16")] == ["ride"]
+    with_sparse = [*riders, piece("a", 7, 100, gradcomp.TopK(0.1), "sparse", 10)]
+    assert [p.travel for p in without_needless_gather(with_sparse, "fp32")] == ["ride", "sparse"]
+
+
+def test_fp64_never_rides():
+    routes = routing([("w", gradcomp.Dense(), 10, torch.float64), ("v", gradcomp.Dense(), 10, F32)], "fp32")
+    assert routes.route("w", gradcomp.Dense(), 10, torch.float64, None)[0] == "ring"
+    assert routes.route("v", gradcomp.Dense(), 10, F32, None)[0] == "ride"
+
+
 def test_a_bucket_without_anything_to_gather_has_no_payload():
     plan = Plan([piece("c", 0, 500, gradcomp.Dense(), "ring", 0, tracked=False)], "bf16", flush=False, report=False)
     assert (plan.header, plan.payload_bytes) == (False, 0)
     assert Plan(plan.pieces, "bf16", flush=False, report=True).payload_bytes == 8 + 2
 
 
+class Flown:
+    """As much of a flight as the agenda looks at."""
+
+    def __init__(self, flags=0, wanted=0, zero=False):
+        self.plan = example()
+        chosen = [choose(100, [], [], zero=zero), choose(7, [], [0] * 7), NOTHING, choose(300, [], [], wanted=wanted), NOTHING]
+        self.arrivals = [unpack(self.plan, 0, 0, pack(self.plan, 0, flags, chosen))]
+        self.held_back = {piece.name: bool(bit) for piece, bit in zip(self.plan.pieces, self.arrivals[0].zero)}
+
+
+def started():
+    agenda = Agenda()
+    agenda.start("d", 300, 10)
+    agenda.start("e", 50, 0)
+    return agenda
+
+
 def test_announcements_take_effect_two_steps_later():
-    agenda = Agenda()
-    arrivals = [
-        unpack(
-            example(),
-            0,
-            0,
-            pack(example(), 0, FLUSH, [choose(100, [], []), choose(7, [], [0] * 7), NOTHING, choose(300, [], [], wanted=100), NOTHING]),
-        )
-    ]
-    agenda.start("d", 300, 10)
-    agenda.start("e", 50, 0)
-    flown = [(example(), arrivals)]
-    agenda.advance(flown, announced=0, bad=False)
+    agenda = started()
+    agenda.advance([Flown(FLUSH, wanted=100)], announced=0, bad=False)  # step 0 asks for a flush in step 2
     assert (agenda.number, agenda.flushing, agenda.capacity("d")) == (1, False, 64)
-    agenda.advance([], announced=0, bad=False)
-    agenda.advance(flown, announced=0, bad=True)  # step 2, the flush, is a bad one: it is tried again
+    agenda.advance([Flown(FLUSH)], announced=0, bad=False)  # step 1 for another in step 3
     assert agenda.flushing
-    agenda.advance([], announced=0, bad=False)
+    agenda.advance([Flown()], announced=0, bad=True)  # step 2 is a bad one: tried again
+    assert agenda.flushing
+    agenda.advance([Flown()], announced=0, bad=False)
+    assert not agenda.flushing, "what is due is due by then, both of it"
+    agenda = started()
+    for flags in (FLUSH, FLUSH, 0):
+        agenda.advance([Flown(flags)], announced=0, bad=False)
+    assert agenda.flushing, "a second request is not swallowed by the first"
+
+
+def test_a_removal_waits_until_nothing_is_kept_back():
+    agenda = started()
+    for step, (flags, zero) in enumerate([(REMOVE, False), (0, False), (0, True), (0, True), (0, False)]):
+        assert agenda.flushing == (step >= 2)
+        assert not agenda.removed
+        agenda.advance([Flown(flags, zero=zero)], announced=0, bad=False)
+    assert agenda.removed
     assert not agenda.flushing
+    loaded = Agenda()
+    loaded.load_state_dict(agenda.state_dict())
+    assert loaded.state_dict() == agenda.state_dict()
 
 
-def test_capacities_lag_two_steps():
-    agenda = Agenda()
-    agenda.start("d", 300, 10)
-    agenda.start("e", 50, 0)
+def test_what_is_announced_is_announced_once():
+    agenda = started()
+    agenda.announce = FLUSH | REMOVE
+    agenda.advance([Flown()], announced=FLUSH, bad=False)
+    assert agenda.announce == REMOVE
+
+
+def test_capacities_lag_two_steps_and_rest_in_bad_ones():
+    agenda = started()
     seen = []
-    for wanted in (100, 0, 200, 0):
+    for wanted, bad in ((100, False), (0, False), (200, False), (0, True), (0, False)):
         seen.append(agenda.capacity("d"))
-        chosen = [choose(100, [], []), choose(7, [], [0] * 7), NOTHING, choose(300, [], [], wanted=wanted), NOTHING]
-        agenda.advance([(example(), [unpack(example(), 0, 0, pack(example(), 0, 0, chosen))])], announced=0, bad=False)
-    assert [*seen, agenda.capacity("d")] == [64, 64, 128, 64, 256]
+        agenda.advance([Flown(wanted=wanted)], announced=0, bad=bad)
+    assert [*seen, agenda.capacity("d")] == [64, 64, 128, 64, 256, 256]
 
 
 def test_policy():
@@ -222,18 +287,27 @@ def test_policy():
         Policy(gradcomp.Dense(), [gradcomp.Dense()])
 
 
-@pytest.mark.parametrize(
-    ("raw", "name"),
-    [
-        ("module.fc.weight", "fc.weight"),
-        ("_orig_mod.module.w", "w"),
-        ("a._orig_mod.w", "a.w"),
-        ("modules.w", "modules.w"),
-        ("a.module.w", "a.module.w"),
-    ],
-)
-def test_names_without_wrappers(raw, name):
-    assert parameter_name(raw) == name
+def test_names_without_wrappers():
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+            self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    assert set(Network(Inner()).shapes) == {"module.weight", "module.bias", "weight"}, "a part may be called module"
+    compiled = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert set(Network(compiled).shapes) == {"0.weight", "0.bias"}
+    assert set(Network(torch.compile(compiled, backend="eager")).shapes) == {"0.weight", "0.bias"}
+
+
+def test_a_network_is_held_weakly():
+    net = torch.nn.Linear(3, 3)
+    state = gradcomp.SparseState(net)
+    held = weakref.ref(net), weakref.ref(net.weight)
+    del net
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    assert state.residual("weight").shape == (3, 3)
 
 
 def test_scan_module_chunk_is_a_whole_number_of_words():

@@ -1,4 +1,5 @@
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from reference import threshold_indices, top_k_indices
 
 import gradcomp
 from gradcomp.core import rules, scan
+from gradcomp.core.selection import select
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 VALUES = st.one_of(st.floats(width=16, allow_nan=False, allow_infinity=False), st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0]))
@@ -136,6 +138,48 @@ def test_the_three_kinds_of_rules_agree():
     assert torch.equal(mask_of(gradcomp.Threshold(1.5), data), expected)
 
 
+class Positive(gradcomp.Threshold):
+    def mask_(self, data, mask):
+        mask.copy_(data > self.tau)
+
+
+def test_a_rule_of_a_rule_keeps_its_own_mask():
+    data = torch.tensor([1.0, -1.0, 0.2])
+    assert gradcomp.compress(data, Positive(0.5)).indices.tolist() == [0]
+
+
+def test_a_rule_that_returns_its_mask_is_refused():
+    for rule in (lambda data, mask: data.abs() > 0.5, Sparsifier):
+        with pytest.raises(ValueError, match=r"must fill the mask in place|must be a rule"):
+            gradcomp.compress(torch.ones(3), rule)
+    assert gradcomp.compress(torch.ones(3), lambda data, mask: mask.fill_(True)).indices.numel() == 3
+
+
+def test_a_rule_that_writes_to_its_data_changes_nothing():
+    def rule(data, mask):
+        data.abs_()
+        mask.copy_(data > 0.5)
+
+    data = torch.tensor([-1.0, 0.1])
+    found = select(rule, "x", scan.Accumulation(data, torch.tensor([-0.5, 0.0])), data)
+    assert found.values.tolist() == [-1.5]
+
+
+@pytest.mark.parametrize("tau", [1e39, 1e300])
+def test_a_threshold_beyond_fp32_hides_nothing_infinite(tau):
+    data = torch.tensor([1.0, math.inf, math.nan, 3e38])
+    assert mask_of(gradcomp.Threshold(tau), data).tolist() == [False, True, True, False]
+    assert gradcomp.compress(data, gradcomp.Threshold(tau)).indices.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masks_and_selections_agree_in_half_precision(dtype):
+    data = torch.tensor([0.3, 0.1, 0.7], dtype=dtype)
+    for tau in (0.3, 0.1, 0.7):
+        mask = mask_of(gradcomp.Threshold(tau), data)
+        assert gradcomp.compress(data, gradcomp.Threshold(tau)).indices.tolist() == mask.nonzero().view(-1).tolist()
+
+
 def test_what_is_no_rule_is_refused():
     with pytest.raises(ValueError, match="field must be a rule, got the class TopK"):
         rules.check_rule("field", gradcomp.TopK)
@@ -147,3 +191,11 @@ def test_descriptions_hold_no_addresses():
     assert rules.describe(gradcomp.TopK(0.5)) == "TopK(density=0.5)"
     assert rules.describe(Sparsifier()) == rules.describe(Sparsifier())
     assert rules.describe(mask_of) == "test_rules.mask_of"
+    assert rules.describe(gradcomp.TopK(1)) == rules.describe(gradcomp.TopK(1.0)) == "TopK(density=1.0)"
+    assert rules.describe(Holder(mask_of, [1, "a"])) == "Holder(rule=test_rules.mask_of, others=[1.0, 'a'])"
+
+
+@dataclass(frozen=True)
+class Holder:
+    rule: object
+    others: list

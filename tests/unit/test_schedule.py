@@ -67,7 +67,7 @@ class Mine:
 
 def test_descriptions_of_schedules_hold_no_addresses():
     assert rules.describe(gradcomp.TopK(Mine())) == "TopK(density=test_schedule.Mine)"
-    assert rules.describe(gradcomp.TopK(Linear(start=1, end=0.5, steps=2))) == "TopK(density=Linear(start=1, end=0.5, steps=2))"
+    assert rules.describe(gradcomp.TopK(Linear(start=1, end=0.5, steps=2))) == "TopK(density=Linear(start=1.0, end=0.5, steps=2.0))"
 
 
 def test_warming_up():

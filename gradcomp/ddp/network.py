@@ -1,0 +1,59 @@
+"""The parameters of a network: their names, shapes, strides and dtypes. Holds the network, and every parameter, weakly."""
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradcomp.errors import GradcompError
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The network inside DDP's and torch.compile's wrappers."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and hasattr(module, "process_group"):
+            inner = getattr(module, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            return module
+        module = inner
+
+
+class Network:
+    """Names of parameters, and what their gradients look like.
+
+    Attributes:
+        shapes: name -> a tensor on the meta device with the shape, strides (those of DDP's bucket views too) and dtype.
+
+    Raises:
+        ValueError: not a module, no parameters, or one that is complex or not on the CPU.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"module must be a torch.nn.Module, got a {type(module).__name__}")
+        self._names = WeakTensorKeyDictionary()
+        self.shapes: dict[str, torch.Tensor] = {}
+        for raw, parameter in unwrapped(module).named_parameters():
+            name = raw.replace("_orig_mod.", "")  # parts of the network may be compiled
+            self._names[parameter] = name
+            self._see(name, parameter)
+        if not self.shapes:
+            raise ValueError(f"module must have parameters, got a {type(module).__name__} without any")
+
+    def look_again(self) -> None:
+        """Note how the parameters are now: the network may have been cast since."""
+        for parameter, name in self._names.items():  # type: ignore[no-untyped-call]
+            self._see(name, parameter)
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of a parameter of the network."""
+        if parameter not in self._names:
+            shape = tuple(parameter.shape)
+            raise GradcompError(f"a parameter of shape {shape} in the bucket is not one of the module that the state was made for")
+        return str(self._names[parameter])
+
+    def _see(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.device.type != "cpu":
+            raise ValueError(f"parameter {name} must be on the CPU, the only device supported so far, got {parameter.device}")
+        if parameter.is_complex():
+            raise ValueError(f"parameter {name} must be real, complex ones are not supported so far, got {parameter.dtype}")
+        self.shapes[name] = torch.empty_like(parameter, device="meta")
