@@ -18,4 +18,7 @@ class DesyncError(GradcompError, RuntimeError):
 
 
 class NonFiniteError(GradcompError, ArithmeticError):
-    """A gradient was NaN or infinite and ``on_nonfinite="raise"`` was asked for. Raised on every rank."""
+    """A gradient was NaN or infinite and ``on_nonfinite="raise"`` was asked for, on every rank.
+
+    ``backward()`` raises a RuntimeError that carries its text; this object is ``handle.last_error``.
+    """

@@ -20,6 +20,10 @@ def fields_of(traffic: gradcomp.Traffic) -> dict[str, Any]:
 def write(folder: Path, record: dict[str, Any]) -> Path:
     """Write ``record`` as JSON and draw all the folder's records into ``report.png``; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    name, number = record["name"], 1
+    while (folder / f"{record['name']}.json").exists():  # an earlier run of that name stays
+        number += 1
+        record["name"] = f"{name}-{number}"
     (folder / f"{record['name']}.json").write_text(json.dumps(record))
     draw(read(folder), folder / "report.png")
     return folder
@@ -97,7 +101,9 @@ def show(records: list[dict[str, Any]]) -> None:
     first = records[0]
     floor = next((record["step_s"] for record in records if record["config"]["hook"] == "noop"), None)
     plain = next((record["step_s"] for record in records if record["config"]["hook"] == "none"), None)
-    table = Table(title=f"{first['config']['steps']} steps, {first['world_size']} ranks, {first['parameters_numel']:,} parameters")
+    same = len({(record["steps"], record["world_size"], record["parameters_numel"]) for record in records}) == 1
+    title = f"{first['steps']} steps, {first['world_size']} ranks, {first['parameters_numel']:,} parameters"
+    table = Table(title=title if same else "runs that differ in steps, ranks or parameters")
     headings = ["run", "validation loss", "MB sent by a rank", "ratio", "ms a step"]
     for heading in headings + (["ms over noop", "plain / this, over noop"] if floor else []):
         table.add_column(heading, justify="left" if heading == "run" else "right")
@@ -119,7 +125,12 @@ def show(records: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print the records of a report folder side by side.")
     parser.add_argument("folder", type=Path)
-    listed = read(parser.parse_args().folder)
+    parser.add_argument("--json", action="store_true", help="print the newest record as one line of JSON instead, without its curve")
+    args = parser.parse_args()
+    listed = read(args.folder)
     if not listed:
-        parser.error("the folder holds no records")
-    show(listed)
+        parser.error(f"{args.folder} is not a folder with records")
+    if args.json:
+        print(json.dumps({key: value for key, value in listed[-1].items() if key != "curve"}))
+    else:
+        show(listed)

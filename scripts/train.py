@@ -103,7 +103,7 @@ def read_text(path: Path | None) -> torch.Tensor:
     else:
         files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         text = b"\n".join(file.read_bytes() for file in files)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return torch.tensor(list(text), dtype=torch.int64)
 
 
 class Block(nn.Module):

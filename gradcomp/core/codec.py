@@ -112,6 +112,8 @@ def encode(selection: Selection, values: str = "bf16") -> torch.Tensor:
             strictly ascending, not within its shape, or not as many as its values.
     """
     form = FORMATS[check_values(values)]
+    if not isinstance(selection, Selection):
+        raise ValueError(f"selection must be a Selection, as compress() returns it, got a {type(selection).__name__}")
     if selection.dtype not in _TENSOR_DTYPES:
         raise ValueError(f"selection.dtype must be one of {_TENSOR_DTYPES}, got {selection.dtype}")
     exact = selection.values.detach().cpu().to(torch.float64 if selection.values.dtype.itemsize > 4 else torch.float32).numpy()
@@ -143,8 +145,9 @@ def decode(payload: torch.Tensor) -> Selection:
     Raises:
         PayloadError: truncated, too long, damaged, or not written by this codec.
     """
-    if payload.dtype != torch.uint8 or payload.dim() != 1:
-        raise PayloadError(f"payload must be a 1-D uint8 tensor, got {payload.dtype} of shape {tuple(payload.shape)}")
+    if not isinstance(payload, torch.Tensor) or payload.dtype != torch.uint8 or payload.dim() != 1:
+        what = f"{payload.dtype} of shape {tuple(payload.shape)}" if isinstance(payload, torch.Tensor) else f"a {type(payload).__name__}"
+        raise PayloadError(f"payload must be a 1-D uint8 tensor, got {what}")
     data = payload.detach().cpu().contiguous().numpy()
     if data.size < 6 or data[:2].tobytes() != _MAGIC:
         raise PayloadError(f"not a gradcomp payload: {data.size} bytes that do not begin with {_MAGIC!r}")

@@ -44,4 +44,5 @@ class Policy:
         listed = list(names)
         for glob in self.overrides:
             if not any(fnmatchcase(name, glob) for name in listed):
-                warnings.warn(f"gradcomp: overrides[{glob!r}] matches no parameter", UserWarning, stacklevel=4)
+                text = f"overrides[{glob!r}] matches no parameter; names are those of the network without wrappers, as {listed[0]!r}"
+                warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=4)

@@ -201,7 +201,7 @@ def describe(value: object) -> str:
     """A text that is the same on every rank for the same rule, or field of a rule: no addresses, one spelling for a number."""
     if isinstance(value, (str, bool, bytes, type(None))):
         return repr(value)
-    if isinstance(value, (int, float)):
+    if isinstance(value, Real):
         return repr(float(value))
     if is_dataclass(value) and not isinstance(value, type):
         return f"{type(value).__qualname__}({', '.join(f'{f.name}={describe(getattr(value, f.name))}' for f in fields(value))})"

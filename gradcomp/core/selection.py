@@ -129,6 +129,8 @@ def compress(tensor: torch.Tensor, rule: AnyRule) -> Selection:
         ValueError: ``rule`` is not a rule, or ``tensor`` is complex or sparse.
     """
     rule = check_rule("rule", rule)
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"tensor must be a torch.Tensor, got a {type(tensor).__name__}")
     tensor = tensor.detach().resolve_neg()
     if tensor.is_complex() or tensor.layout != torch.strided:
         raise ValueError(f"tensor must be real and dense, got {tensor.dtype}, {tensor.layout}; use view_as_real or to_dense first")
@@ -150,8 +152,9 @@ def decompress(selections: Selection | Iterable[Selection]) -> torch.Tensor:
         ValueError: no selection, or different shapes.
     """
     parts = [selections] if isinstance(selections, Selection) else list(selections)
-    if not parts:
-        raise ValueError("selections must hold at least one Selection, got none")
+    if not parts or not all(isinstance(part, Selection) for part in parts):
+        kinds = sorted({type(part).__name__ for part in parts}) or "none"
+        raise ValueError(f"selections must be a Selection or several, got {kinds}; codec.decode makes one of a payload")
     dense = parts[0].to_dense()
     for part in parts[1:]:
         part.add_to_(dense)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gradcomp.ddp.lastcalls import at_exit_wait_for
 from gradcomp.ddp.traffic import Counters, gather_bytes, ring_bytes
 
 # torch 2.13 renames the flat gather and deprecates the old name.
@@ -80,5 +81,5 @@ class Exchange:
             self._counters.add(exchange_s=time.perf_counter() - start)
             return result
 
-        chained: torch.futures.Future[torch.Tensor] = work.get_future().then(finished)
+        chained: torch.futures.Future[torch.Tensor] = work.get_future().then(at_exit_wait_for(finished))
         return chained

@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 
+from gradcomp.core.rules import describe
 from gradcomp.core.scan import Accumulation, keep_largest
 from gradcomp.core.selection import Found, select
 from gradcomp.ddp.flight import Flight
 from gradcomp.ddp.payload import NOTHING, Chosen, pack
 from gradcomp.ddp.plan import Piece, Plan
 from gradcomp.ddp.state import SparseState
+from gradcomp.errors import GradcompError
 
 
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -31,6 +33,7 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
 
     Raises:
         DesyncError: the ranks disagree; on all ranks, before any payload moves.
+        GradcompError: a rule failed; on this rank. Its peers wait for it until the process group's timeout.
     """
     if not isinstance(state, SparseState):
         raise ValueError(f"state must be a gradcomp.SparseState made for the network, got a {type(state).__name__}")
@@ -54,7 +57,7 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
 
     # 2. Select, by parameter. Rules that do not fix their count go first: what the ranks want decides how parameters travel.
     with state.timed("select_s"):
-        found = {p.name: select(p.rule, p.name, sums[p.name], p.shaped(buffer)) for p in layout if p.sized_by_history}
+        found = {piece.name: _select(piece, sums[piece.name], buffer) for piece in layout if piece.sized_by_history}
     state.size(layout, {name: int(np.isfinite(part.values).sum()) for name, part in found.items()})
     plan = state.plan_of(layout, flush=step.flush)
     flight = Flight(plan, step.number, state.exchange, buffer)
@@ -79,12 +82,20 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
     return step.board(flight, is_last=bucket.is_last())
 
 
+def _select(piece: Piece, acc: Accumulation, buffer: torch.Tensor) -> Found:
+    """What the piece's rule selects; an error of the rule names it and the parameter."""
+    try:
+        return select(piece.rule, piece.name, acc, piece.shaped(buffer))
+    except Exception as error:
+        raise GradcompError(f"the rule {describe(piece.rule)} failed on parameter {piece.name}: {error!r}") from error
+
+
 def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor) -> Chosen:
     """What this rank sends of one piece, and what its header says about it."""
     zero = piece.tracked and acc.is_zero()
     wanted = 0 if found is None else found.indices.size
     if piece.travel == "sparse":
-        indices, values, finite = found or select(piece.rule, piece.name, acc, piece.shaped(buffer))
+        indices, values, finite = found or _select(piece, acc, buffer)
         wanted = indices.size
         indices, values = keep_largest(indices, values, piece.capacity)
         return Chosen(indices, values, wanted, zero, finite)

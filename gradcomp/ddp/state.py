@@ -47,7 +47,9 @@ class SparseState(Handle):
             density to warm up.
         warmup_density: the fraction kept at step 0 of a warm-up.
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
-            raises from ``backward()`` on all ranks. Residuals stay as they were either way.
+            raises from ``backward()`` on all ranks: a RuntimeError, as torch makes of any error in a future, that names rank and
+            parameter; the :class:`gradcomp.NonFiniteError` itself is ``last_error``. Residuals stay as they were either way. Training
+            can go on after a raise, but with ``find_unused_parameters=True`` torch's own bookkeeping is broken off by it.
         fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
         group: the process group of the DDP model; if None that of ``module`` where it is wrapped, else the default group.
 
@@ -96,6 +98,9 @@ class SparseState(Handle):
         self._layouts: dict[tuple[object, ...], tuple[Piece, ...]] = {}
         self._plans: dict[tuple[str, ...], tuple[object, object, Plan]] = {}
         self._step: Step | None = None
+
+    def __repr__(self) -> str:
+        return f"<gradcomp.SparseState of {len(self._rules)} parameters, values={self._values!r}, {self._agenda.number} steps>"
 
     # Agreement
 
@@ -184,7 +189,7 @@ class SparseState(Handle):
         seen, now = self._shapes[name], torch.empty_like(parameter, device="meta")
         if (dtype, now.stride()) != (seen.dtype, seen.stride()):
             raise GradcompError(
-                f"parameter {name} was {seen.dtype} with strides {seen.stride()} and has a {dtype} gradient and strides {now.stride()} now: "
+                f"parameter {name} was {seen.dtype} with strides {seen.stride()} and has a {dtype} gradient and strides {now.stride()}: "
                 "change dtype and memory format before the model is wrapped in DDP, which keeps its buckets as they were"
             )
         return now

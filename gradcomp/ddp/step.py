@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from gradcomp.ddp.flight import Flight
+from gradcomp.ddp.lastcalls import at_exit_wait_for
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Step:
                 self.fail(error)
             self._done()
 
-        future.then(arrived)
+        future.then(at_exit_wait_for(arrived))
 
     def fail(self, error: Exception) -> None:
         """End the step now: every future handed to DDP raises ``error``."""
@@ -69,7 +70,7 @@ class Step:
                 raise self.error
             return flight.result
 
-        delivered: torch.futures.Future[torch.Tensor] = self._gate.then(open_gate)
+        delivered: torch.futures.Future[torch.Tensor] = self._gate.then(at_exit_wait_for(open_gate))
         if is_last:
             self._done()
         return delivered

@@ -170,6 +170,10 @@ def test_damage_is_refused_or_harmless(position, flip):
 
 
 def test_other_damage_is_named():
+    with pytest.raises(gradcomp.PayloadError, match="got a bytes"):
+        codec.decode(b"abc")
+    with pytest.raises(ValueError, match="got a Tensor"):
+        codec.encode(torch.ones(3))
     with pytest.raises(gradcomp.PayloadError, match="uint8"):
         codec.decode(torch.zeros(30))
     with pytest.raises(gradcomp.PayloadError, match="must be"):

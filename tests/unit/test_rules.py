@@ -1,6 +1,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -191,6 +192,7 @@ def test_descriptions_hold_no_addresses():
     assert rules.describe(gradcomp.TopK(0.5)) == "TopK(density=0.5)"
     assert rules.describe(Sparsifier()) == rules.describe(Sparsifier())
     assert rules.describe(mask_of) == "test_rules.mask_of"
+    assert rules.describe(gradcomp.TopK(np.float32(0.5))) == "TopK(density=0.5)"
     assert rules.describe(gradcomp.TopK(1)) == rules.describe(gradcomp.TopK(1.0)) == "TopK(density=1.0)"
     assert rules.describe(Holder(mask_of, [1, "a"])) == "Holder(rule=test_rules.mask_of, others=[1.0, 'a'])"
 
