@@ -58,6 +58,8 @@ def draw_losses(records: list[dict[str, Any]], figure: Any) -> None:
     """Smoothed training loss of every run against step, bytes sent and seconds."""
     axes = figure.subplots(1, 3, sharey=True)
     for record in records:
+        if record["config"]["hook"] == "noop":
+            continue  # every rank trains alone
         losses = [point["loss"] for point in record["curve"]]
         window = max(1, len(losses) // 20)
         smooth = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
@@ -82,6 +84,7 @@ def draw_hook(record: dict[str, Any], figure: Any) -> None:
     for part in ("select", "encode", "exchange", "decode"):
         times.bar(part, 1e3 * record[f"{part}_s"] / record["steps"], color="tab:gray" if part == "exchange" else "tab:blue")
     times.set(ylabel="ms a step (exchange overlaps)")
+    times.tick_params(axis="x", rotation=30)
     points = [point for point in record["curve"] if point.get("densities")]
     if points:
         names = list(points[0]["densities"])
@@ -112,12 +115,11 @@ def show(records: list[dict[str, Any]]) -> None:
         loss = "-" if record["config"]["hook"] == "noop" else f"{record['val_loss']:.3f}"  # each rank trains alone
         row = [record["name"], loss, sent, f"{record['ratio']:.1f}x", f"{1e3 * record['step_s']:.0f}"]
         if floor:
-            over = record["step_s"] - floor
             # Runs follow each other on one machine: a difference under 2% of the floor cannot be told from none.
-            row += [
-                f"{1e3 * over:.1f}",
-                f"{(plain - floor) / max(over, 0.02 * floor):.0f}x{' or more' * (over < 0.02 * floor)}" if plain else "-",
-            ]
+            over = record["step_s"] - floor
+            times = f"{(plain - floor) / max(over, 0.02 * floor):.0f}x" if plain else ""
+            lost = record["config"]["hook"] == "noop" or not plain
+            row += [f"{1e3 * over:.1f}", "-" if lost else times + (" or more" if over < 0.02 * floor else "")]
         table.add_row(*row)
     Console(width=110).print(table)
 

@@ -103,14 +103,15 @@ class TopK:
         density = _number("TopK.density", self.density)
         if not 0 < density <= 1:
             raise ValueError(f"TopK.density is the fraction kept and must be in (0, 1], got {self.density!r}")
+        object.__setattr__(self, "density", density)  # one type for a number: asked for every parameter and step
 
     def at(self, step: int) -> "TopK":
         """The rule of one step: this one, unless its density is a schedule."""
-        return TopK(self.density.at(step)) if isinstance(self.density, Schedule) else self
+        return self if isinstance(self.density, float) else TopK(self.density.at(step))
 
     def count(self, numel: int) -> int:
         """k for a tensor of ``numel`` elements."""
-        if isinstance(self.density, Schedule):
+        if not isinstance(self.density, float):
             raise ValueError(f"TopK.density is a schedule, {self.density!r}: take the rule of a step, rule.at(step)")
         return min(numel, max(1, math.floor(self.density * numel + 0.5)))
 
@@ -143,7 +144,7 @@ def is_dense(rule: AnyRule) -> bool:
 
 def is_scheduled(rule: AnyRule) -> bool:
     """Whether the rule is a ``TopK`` whose density changes from step to step."""
-    return type(rule) is TopK and isinstance(rule.density, Schedule)
+    return type(rule) is TopK and not isinstance(rule.density, float)
 
 
 def at_step(rule: AnyRule, step: int) -> AnyRule:
