@@ -280,6 +280,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"report: {report.write(args.report, record)}")
         print(json.dumps({key: value for key, value in record.items() if key != "curve"}))
     dist.destroy_process_group()
+    # A gloo thread of torch 2.13 that lets go of a hook's callback while Python shuts down aborts the process. gradcomp waits for its
+    # own callbacks (gradcomp/ddp/lastcalls.py); torch's other hooks do not.
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ class Threshold:
     """Elements whose magnitude is strictly above ``tau``; non-finite elements always.
 
     Args:
-        tau: magnitude, in the data's own units; finite, >= 0. At 0 every non-zero element matters.
+        tau: magnitude, in the data's own units; finite, >= 0. At 0 every non-zero element matters. For gradients,
+            ``handle.analyze()`` shows which threshold keeps how much.
 
     Raises:
         ValueError: ``tau`` is not a finite number >= 0.
@@ -85,7 +86,8 @@ class TopK:
 
     Args:
         density: fraction KEPT, in (0, 1], or a schedule of it (:mod:`gradcomp.schedule`), which the hook follows step by step.
-            ``k = max(1, floor(density * n + 0.5))`` elements of a tensor of n.
+            ``k = max(1, floor(density * n + 0.5))`` elements of a tensor of n. For gradients, ``handle.analyze()`` shows what that
+            costs in bytes.
 
     Raises:
         ValueError: ``density`` is not a number in (0, 1].

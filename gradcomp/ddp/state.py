@@ -79,7 +79,7 @@ class SparseState(Handle):
         self._values = check_values(values)
         if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
             raise ValueError(f"warmup_steps must be an integer >= 0, got {warmup_steps!r}")
-        if not 0 < warmup_density <= 1:
+        if not isinstance(warmup_density, (int, float)) or not 0 < warmup_density <= 1:
             raise ValueError(f"warmup_density is the fraction kept at the first step and must be in (0, 1], got {warmup_density!r}")
         self._on_nonfinite = _one_of("on_nonfinite", on_nonfinite, "propagate", "raise")
         self._reports = self._on_nonfinite == "raise"
@@ -90,6 +90,9 @@ class SparseState(Handle):
         policy.warn_unmatched(self._shapes)
         rules = {name: policy.rule_for(name, like.shape) for name, like in self._shapes.items()}
         self._rules = {name: warmed_up(rule, warmup_density, warmup_steps) for name, rule in rules.items()}
+        if warmup_steps and self._rules == rules:
+            text = f"warmup_steps={warmup_steps} has nothing to warm up: no TopK rule of a density below {warmup_density}"
+            warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=3)
         self._feedback = Feedback()
         self._agenda = Agenda()
         self._counters = Counters()
@@ -156,7 +159,7 @@ class SparseState(Handle):
         """The step that ``bucket`` belongs to; bucket 0 begins a new one."""
         if bucket.index() == 0:
             agenda = self._agenda
-            self._step = Step(agenda.number, flags=agenda.announce, flush=agenda.flushing, complete=self._complete)
+            self._step = Step(agenda.number, flags=agenda.announce, flush=agenda.flushing, complete=self._complete, failed=self._remember)
         if self._step is None:
             raise GradcompError(f"bucket {bucket.index()} came before bucket 0 of its backward pass")
         return self._step
@@ -251,24 +254,27 @@ class SparseState(Handle):
             self._analysis.ready, self._analysis = True, None
         self._agenda.advance(step.flights, announced=step.flags, bad=fault is not None)
         for flight in step.flights:
-            size = flight.result.numel()
+            size, sent = flight.result.numel(), flight.sent
             self._counters.add(
                 dense_bytes=ring_bytes(exchange.world_size, size * flight.result.element_size()),
                 payload_bytes=flight.plan.payload_bytes,
                 elements=size,
-                sent_elements=sum(flight.sent.values()),
+                sent_elements=sum(sent.values()),
             )
-            self._densities |= {piece.name: flight.sent[piece.name] / max(1, piece.numel) for piece in flight.plan.pieces}
+            self._densities |= {piece.name: sent[piece.name] / max(1, piece.numel) for piece in flight.plan.pieces}
         plans = [flight.plan for flight in step.flights]
         sparse, parameters = sum(len(plan.sparse) for plan in plans), sum(len(plan.pieces) for plan in plans)
         self._counters.finish_step(bad=fault is not None, sparse_parameters=sparse, parameters=parameters)
         self._step = None
         if fault is not None and self._reports:
-            self.last_error = NonFiniteError(f"step {step.number}: {fault}")
-            raise self.last_error
+            raise NonFiniteError(f"step {step.number}: {fault}")
 
     def give_up(self, error: Exception) -> None:
-        """An error in the hook itself: remember it, and leave no future of the step open."""
-        self.last_error = error
-        if self._step is not None:
+        """An error in the hook itself: leave no future of the step open."""
+        if self._step is None:
+            self._remember(error)
+        else:
             self._step.fail(error)
+
+    def _remember(self, error: Exception) -> None:
+        self.last_error = error

@@ -20,15 +20,19 @@ class Step:
         flags: what this rank announces in its headers.
         flush: whether every residual is sent whole.
         complete: called once, on the thread that finds everything decoded, before DDP gets anything; it may raise.
+        failed: called once with the step's error, if it has one.
     """
 
-    def __init__(self, number: int, *, flags: int, flush: bool, complete: "Callable[[Step], None]") -> None:
+    def __init__(
+        self, number: int, *, flags: int, flush: bool, complete: "Callable[[Step], None]", failed: Callable[[Exception], None]
+    ) -> None:
         self.number = number
         self.flags = flags
         self.flush = flush
         self.flights: list[Flight] = []
         self.error: Exception | None = None
         self._complete = complete
+        self._failed = failed
         self._gate: torch.futures.Future[None] = torch.futures.Future()
         self._lock = threading.Lock()
         self._pending = 1  # the hook itself, until the last bucket has been issued
@@ -55,6 +59,7 @@ class Step:
                 return
             self._open = False
             self.error = error
+        self._failed(error)
         self._gate.set_result(None)
 
     def board(self, flight: Flight, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:

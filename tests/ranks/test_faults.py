@@ -258,6 +258,20 @@ def test_a_hook_without_a_state_says_what_is_missing():
     assert run_ranks(1, registered_on_none) == [True]
 
 
+def desynchronised_payload(rank):
+    """A payload that is not what it should be is found in a callback: the error arrives from backward() and is remembered."""
+    model, handle = given_ddp(shapes(), TOPK, "bf16", fallback="never")
+    reduced(model, grads(rank, 0))
+    handle._agenda.number += rank  # as if one rank had skipped a step
+    with pytest.raises(RuntimeError, match=r"DesyncError: rank \d sent step"):
+        reduced(model, grads(rank, 1))
+    return type(handle.last_error)
+
+
+def test_a_rank_at_another_step_is_found():
+    assert run_ranks(2, desynchronised_payload) == [gradcomp.DesyncError] * 2
+
+
 def sparse_gradients(rank):
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2)))
     gradcomp.register(model)

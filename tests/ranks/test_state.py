@@ -25,7 +25,7 @@ def dyadic(rank, step, dtype=torch.float32):
     return {name: draw.to(dtype) for name, draw in draws.items()}
 
 
-def conserve(rank, rule, values, dtype, action, steps, world_size):
+def conserve(rank, rule, values, dtype, action, steps, world_size, at=3):
     """Sum of reduced gradients + mean residual == sum of mean dense gradients, exactly; residuals after each step."""
     shapes = {name: torch.zeros_like(grad) for name, grad in dyadic(0, 0, dtype).items()}
     overrides = {"b": gradcomp.Dense(), "d": gradcomp.Dense(), "*": rule}
@@ -33,7 +33,7 @@ def conserve(rank, rule, values, dtype, action, steps, world_size):
     totals = {name: torch.zeros(grad.shape, dtype=torch.float64) for name, grad in shapes.items()}
     pending = []
     for step in range(steps):
-        if step == 3 and action and rank == world_size - 1:
+        if step == at and action and rank == world_size - 1:
             getattr(handle, action)()
         for name, grad in reduced(model, dyadic(rank, step, dtype)).items():
             totals[name] += grad.double()
@@ -67,6 +67,21 @@ def test_nothing_is_lost_over_a_run(world_size, rule, values, action):
         if action == "remove":
             assert pending[5:] == [0] * 3
             assert traffic.sparse_parameters == 0
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+@pytest.mark.parametrize("action", ["flush", "remove"])
+def test_a_flush_keeps_what_ddp_may_throw_away(action, values):
+    """The flush falls on step 4, in which the gradient of c is zero on all ranks: its residual must not go, nor be delivered."""
+    results = run_ranks(2, conserve, RULES["topk"], values, torch.float32, action, 8, 2, 2)
+    for name, total in results[0][0].items():
+        exact = sum(dyadic(rank, step)[name].double() for rank in range(2) for step in range(8)) / 2
+        left = sum(residuals[name].double() for _, residuals, _, _ in results) / 2
+        assert torch.equal(total + left, exact), name
+    for _, _, pending, _ in results:
+        assert 0 < pending[4] <= 2500, "of c alone"
+        assert pending[4] < pending[3]
+        assert pending[5:] == [0, 0, 0] or action == "flush"
 
 
 def test_a_flush_of_half_precision_leaves_nothing():

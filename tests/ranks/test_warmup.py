@@ -91,7 +91,15 @@ def test_a_warm_up_resumes_where_it_was():
     assert run_ranks(2, resumed) == [True, True]
 
 
-@pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"warmup_steps": 1.5}, {"warmup_density": 0.0}, {"warmup_density": 1.5}])
+def test_a_warm_up_of_nothing_is_said():
+    with pytest.warns(UserWarning, match="warmup_steps=3 has nothing to warm up"):
+        gradcomp.SparseState(Mixed(), gradcomp.Threshold(0.1), warmup_steps=3)
+    gradcomp.SparseState(Mixed(), gradcomp.TopK(0.1), warmup_steps=3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"warmup_density": "x"}, {"warmup_steps": -1}, {"warmup_steps": 1.5}, {"warmup_density": 0.0}, {"warmup_density": 1.5}]
+)
 def test_bad_settings_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         gradcomp.SparseState(Mixed(), **options)
