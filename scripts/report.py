@@ -107,13 +107,14 @@ def show(records: list[dict[str, Any]]) -> None:
     same = len({(record["steps"], record["world_size"], record["parameters_numel"]) for record in records}) == 1
     title = f"{first['steps']} steps, {first['world_size']} ranks, {first['parameters_numel']:,} parameters"
     table = Table(title=title if same else "runs that differ in steps, ranks or parameters")
-    headings = ["run", "validation loss", "MB sent by a rank", "ratio", "ms a step"]
+    headings = ["run", "validation loss", "MB sent by a rank", "ratio", "seconds", "ms a step"]
     for heading in headings + (["ms over noop", "plain / this, over noop"] if floor else []):
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for record in records:
+        seconds = record["curve"][-1]["seconds"]
         sent = f"{record['sent_bytes'] / 1e6:,.2f} ({record['bytes_are']})"
         loss = "-" if record["config"]["hook"] == "noop" else f"{record['val_loss']:.3f}"  # each rank trains alone
-        row = [record["name"], loss, sent, f"{record['ratio']:.1f}x", f"{1e3 * record['step_s']:.0f}"]
+        row = [record["name"], loss, sent, f"{record['ratio']:.1f}x", f"{seconds:.1f}", f"{1e3 * record['step_s']:.0f}"]
         if floor:
             # Runs follow each other on one machine: a difference under 2% of the floor cannot be told from none.
             over = record["step_s"] - floor
@@ -121,7 +122,7 @@ def show(records: list[dict[str, Any]]) -> None:
             lost = record["config"]["hook"] == "noop" or not plain
             row += [f"{1e3 * over:.1f}", "-" if lost else times + (" or more" if over < 0.02 * floor else "")]
         table.add_row(*row)
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ GOOD = codec.encode(gradcomp.compress(torch.arange(50.0), gradcomp.Threshold(30.
 
 
 @pytest.mark.parametrize("form", sorted(formats.FORMATS))
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.03, 0.1, 0.25])
+@pytest.mark.parametrize("density", [0.001, 1 / 512, 0.01, 1 / 64, 1 / 32, 0.05, 0.1, 0.125, 0.2, 0.25])
 def test_payloads_are_close_to_the_bound(form, density):
     numel = 1_000_000
     count = int(density * numel)
