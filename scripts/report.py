@@ -32,7 +32,8 @@ def write(folder: Path, record: dict[str, Any]) -> Path:
 def read(folder: Path) -> list[dict[str, Any]]:
     """All records of a folder, oldest first."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
-    return [json.loads(file.read_text()) for file in files]
+    records = [json.loads(file.read_text()) for file in files]
+    return [record for record in records if isinstance(record, dict) and "curve" in record]
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:

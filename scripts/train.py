@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -74,6 +75,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--d-model must be a multiple of 32, got {args.d_model}")
     if args.data is not None and not args.data.exists():
         parser.error(f"--data must be a file or a folder, {args.data} does not exist")
+    if args.clip < 0 or (args.lr is not None and not 0 < args.lr < math.inf):
+        parser.error(f"--clip must be at least 0 and --lr above 0, got {args.clip} and {args.lr}")
+    if args.name is not None and not re.fullmatch(r"[\w.()=+-]+", args.name):
+        parser.error(f"--name must be made of letters, digits and _.()=+-, got {args.name!r}")
+    if args.report is not None and args.report.exists() and not args.report.is_dir():
+        parser.error(f"--report must be a folder, {args.report} is a file")
     try:
         rule_of(args)
         gradcomp.codec.check_values(args.values)
@@ -277,7 +284,10 @@ def main(argv: list[str] | None = None) -> None:
     record = train(args)
     if dist.get_rank() == 0:
         if args.report is not None:
-            print(f"report: {report.write(args.report, record)}")
+            try:
+                print(f"report: {report.write(args.report, record)}")
+            except OSError as error:  # the run is done: its record is printed all the same
+                print(f"no report: {error}", file=sys.stderr)
         print(json.dumps({key: value for key, value in record.items() if key != "curve"}))
     dist.destroy_process_group()
     # A gloo thread of torch 2.13 that lets go of a hook's callback while Python shuts down aborts the process. gradcomp waits for its

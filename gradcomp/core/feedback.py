@@ -22,7 +22,7 @@ class Feedback:
     def ensure(self, name: str, numel: int) -> None:
         """Hold a residual of ``numel`` zeros for ``name``, unless one is held already."""
         if name not in self._residuals:
-            self._residuals[name] = torch.zeros(numel, dtype=torch.float32)
+            self._residuals[name] = torch.zeros(numel, dtype=torch.float32, device="cpu")
 
     def get(self, name: str) -> torch.Tensor | None:
         """The residual itself (fp32 [N], memory order), or None where none is held."""

@@ -13,7 +13,7 @@ class Magnitudes:
 
     Attributes:
         numel: N.
-        sample: magnitudes in ascending order: all of them up to 131,072 elements, from there on every so-manieth.
+        sample: magnitudes in ascending order: all of them up to 131,072 elements, beyond that evenly spaced ones.
         finite: whether all that were sampled are finite; those that are not are left out.
     """
 

@@ -9,6 +9,7 @@ A rule is one of three things, and :func:`fill_mask` is the only place that tell
 
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
@@ -41,10 +42,21 @@ class MaskUpdater(Protocol):
 AnyRule: TypeAlias = Rule | MaskUpdater | Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def _number(field: str, value: object) -> float:
+def number(field: str, value: object) -> float:
+    """``value`` as a float if it is a number; a ``ValueError`` that names ``field`` otherwise."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{field} must be a number, got {value!r}")
     return float(value)
+
+
+def whole(field: str, value: Any) -> int:
+    """``value`` as an int if it is an integer >= 0; a ``ValueError`` that names ``field`` otherwise."""
+    try:
+        if isinstance(value, bool) or operator.index(value) < 0:
+            raise TypeError
+    except TypeError:
+        raise ValueError(f"{field} must be an integer >= 0, got {value!r}") from None
+    return operator.index(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class Threshold:
     tau: float
 
     def __post_init__(self) -> None:
-        tau = _number("Threshold.tau", self.tau)
+        tau = number("Threshold.tau", self.tau)
         if not (math.isfinite(tau) and tau >= 0):
             raise ValueError(f"Threshold.tau must be finite and >= 0, got {self.tau!r}")
 
@@ -101,8 +113,10 @@ class TopK:
 
     def __post_init__(self) -> None:
         if isinstance(self.density, Schedule):
+            for step in (0, 1 << 40):  # the ends of a schedule that falls or rises; what is between is checked step by step
+                self.at(step)
             return
-        density = _number("TopK.density", self.density)
+        density = number("TopK.density", self.density)
         if not 0 < density <= 1:
             raise ValueError(f"TopK.density is the fraction kept and must be in (0, 1], got {self.density!r}")
         object.__setattr__(self, "density", density)  # one type for a number: asked for every parameter and step

@@ -43,27 +43,27 @@ class Agenda:
 
     def advance(self, flights: Iterable[Flight], *, announced: int, bad: bool) -> None:
         """Complete a step. ``flights``: every bucket's; ``announced``: the flags that this rank put into its headers."""
-        flags = 0
-        kept_back = False
+        flags, rest, carried = 0, False, False
         for flight in flights:
-            held_back = flight.held_back
             for arrival in flight.arrivals:
+                carried = True
                 flags |= arrival.flags
+                rest |= bool(arrival.rest.any())
             for piece in flight.plan.pieces:
-                kept_back |= piece.tracked and held_back[piece.name]
                 if piece.sized_by_history and flight.arrivals:
                     after = self._capacity[piece.name][1]
                     wanted = max(arrival.wanted[piece.name] for arrival in flight.arrivals)
                     self._capacity[piece.name] = (after, after if bad else capacity_for(piece.numel, wanted))
         if self.flushing and not bad:
             self._flush_at = [at for at in self._flush_at if at > self.number]
-            # A removal goes on flushing until no residual is kept back: nobody would send it afterwards.
-            self.removed = self._remove_at is not None and self.number >= self._remove_at and not kept_back
+            # A removal goes on flushing until no rank has a rest: nobody would send it afterwards.
+            self.removed = self._remove_at is not None and self.number >= self._remove_at and not rest
         if flags & FLUSH:
             self._flush_at.append(self.number + LAG)
         if flags & REMOVE and self._remove_at is None:
             self._remove_at = self.number + LAG
-        self.announce &= ~announced
+        if carried:  # a step that gathered nothing told nobody
+            self.announce &= ~announced
         self.number += 1
 
     def state_dict(self) -> dict[str, Any]:

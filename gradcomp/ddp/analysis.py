@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from gradcomp.core.magnitude import Magnitudes
+from gradcomp.core.rules import TopK
 from gradcomp.core.values import FORMATS, check_values
 from gradcomp.ddp.plan import payload_share
 
@@ -66,10 +67,8 @@ class Analysis(Mapping[str, Magnitudes]):
         self._check_ready()
         if name not in self._parameters:
             raise ValueError(f"name must be a parameter's, one of {sorted(self._parameters)}, got {name!r}")
-        if not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {density!r}")
         numel = self._parameters[name].numel
-        return payload_share(numel, min(numel, max(1, round(density * numel))), FORMATS[check_values(values)])
+        return payload_share(numel, TopK(density).count(numel), FORMATS[check_values(values)])
 
     def _check_ready(self) -> None:
         if not self.ready:

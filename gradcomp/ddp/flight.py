@@ -10,7 +10,7 @@ from gradcomp.core.feedback import Feedback
 from gradcomp.core.scan import Accumulation, Floats
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.payload import Arrival, Released, unpack
-from gradcomp.ddp.plan import Piece, Plan
+from gradcomp.ddp.plan import Piece, Plan, ring_limit
 
 
 class Flight:
@@ -55,8 +55,9 @@ class Flight:
     def _ring_part(self, piece: Piece, acc: Accumulation) -> torch.Tensor:
         if not piece.tracked:
             return piece.part(self._buffer).to(self._ring_dtype)
-        limit = torch.finfo(self._buffer.dtype).max  # what is beyond the gradient's own dtype stays in the residual
-        return torch.from_numpy(acc.whole()).clamp(-limit, limit).to(self._ring_dtype)
+        sent = torch.from_numpy(acc.whole())
+        limit = ring_limit(piece.dtype)  # what is beyond stays in the residual
+        return (sent if limit is None else sent.clamp(-limit, limit)).to(self._ring_dtype)
 
     @property
     def _ring_dtype(self) -> torch.dtype:

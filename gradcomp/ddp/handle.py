@@ -68,17 +68,17 @@ class Handle:
         """Send every residual whole, once: announced in the next step's headers, done two steps later.
 
         One rank's call is enough. In that step every parameter that holds a residual travels by the ring all-reduce, residual
-        included (half-precision gradients as fp32, so at twice plain DDP's bytes), and its residual becomes zero, but for what is
-        beyond the range of the gradient's dtype; a parameter whose gradient is zero on all
-        ranks keeps its residual, since DDP may throw its result away. A bad step is tried again.
+        included, and its residual becomes zero. Half-precision gradients go as fp32, so at twice plain DDP's bytes, and what is beyond
+        their range stays. A parameter whose gradient is zero on all ranks keeps its residual, since DDP may throw its result away. A
+        bad step is tried again.
         """
         self._agenda.announce |= FLUSH
 
     def remove(self) -> None:
         """Turn the hook dense: announced in the next step's headers; two steps later one flush, then plain DDP's all-reduce.
 
-        One rank's call is enough. Should a parameter that holds a residual have no gradient on any rank in that step, flushing goes on
-        until each had one. A DDP model takes one hook in its life, so the hook stays registered.
+        One rank's call is enough. Flushing goes on until no rank has anything pending, for as long as a parameter with a residual has
+        no gradient on any rank. A DDP model takes one hook in its life, so the hook stays registered.
         """
         self._agenda.announce |= REMOVE
 
@@ -115,6 +115,8 @@ class Handle:
         if exchange is not None and self._has_run():
             # The ranks tell each other first: one that raised by itself would leave the others waiting.
             fits = {} if refusal else {key: repr(state[key]) for key in sorted(state) if key not in ("rank", "residual", "announce")}
+            if refusal is None:
+                fits["parameters with a residual"] = repr(sorted(state["residual"]))
             try:
                 agree(exchange, {"the state to load": f"refused, {refusal}" if refusal else "fits"} | fits)
             except DesyncError:

@@ -12,7 +12,7 @@ from gradcomp.core.scan import Accumulation, keep_largest
 from gradcomp.core.selection import Found, select
 from gradcomp.ddp.flight import Flight
 from gradcomp.ddp.payload import NOTHING, Chosen, pack
-from gradcomp.ddp.plan import Piece, Plan
+from gradcomp.ddp.plan import Piece, Plan, ring_limit
 from gradcomp.ddp.state import SparseState
 from gradcomp.errors import GradcompError
 
@@ -99,6 +99,10 @@ def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, bu
         wanted = indices.size
         indices, values = keep_largest(indices, values, piece.capacity)
         return Chosen(indices, values, wanted, zero, finite)
-    values = acc.whole() if piece.travel == "ride" or plan.report else NOTHING.values
+    flushed = plan.flush and piece.tracked
+    values = acc.whole() if piece.travel == "ride" or plan.report or flushed else NOTHING.values
     finite = bool(np.isfinite(values).all()) and (found is None or found.finite)
-    return Chosen(NOTHING.indices, values if piece.travel == "ride" else NOTHING.values, wanted, zero, finite)
+    # Without a local gradient all of it may have to stay; with one, what half precision cannot hold.
+    limit = 0.0 if zero else ring_limit(piece.dtype)
+    rest = flushed and limit is not None and bool((np.abs(values) > limit).any())
+    return Chosen(NOTHING.indices, values if piece.travel == "ride" else NOTHING.values, wanted, zero, finite, rest)

@@ -1,5 +1,7 @@
 """The parameters of a network: their names, shapes, strides and dtypes. Holds the network, and every parameter, weakly."""
 
+import re
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -22,6 +24,7 @@ class Network:
 
     Attributes:
         shapes: name -> a tensor on the meta device with the shape, strides (those of DDP's bucket views too) and dtype.
+        trained: names of the parameters that require gradients.
 
     Raises:
         ValueError: not a module, no parameters, or one that is complex or not on the CPU.
@@ -32,8 +35,9 @@ class Network:
             raise ValueError(f"module must be a torch.nn.Module, got a {type(module).__name__}")
         self._names = WeakTensorKeyDictionary()
         self.shapes: dict[str, torch.Tensor] = {}
+        self.trained: set[str] = set()
         for raw, parameter in unwrapped(module).named_parameters():
-            name = raw.replace("_orig_mod.", "")  # parts of the network may be compiled
+            name = re.sub(r"(^|\.)_orig_mod\.", r"\1", raw)  # parts of the network may be compiled
             self._names[parameter] = name
             self._see(name, parameter)
         if not self.shapes:
@@ -52,8 +56,11 @@ class Network:
         return str(self._names[parameter])
 
     def _see(self, name: str, parameter: torch.Tensor) -> None:
+        self.shapes[name] = torch.empty_like(parameter, device="meta")
+        if not parameter.requires_grad:
+            return
+        self.trained.add(name)
         if parameter.device.type != "cpu":
             raise ValueError(f"parameter {name} must be on the CPU, the only device supported so far, got {parameter.device}")
         if parameter.is_complex():
             raise ValueError(f"parameter {name} must be real, complex ones are not supported so far, got {parameter.dtype}")
-        self.shapes[name] = torch.empty_like(parameter, device="meta")

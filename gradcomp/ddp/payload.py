@@ -11,7 +11,7 @@ import torch
 from gradcomp.core import codec
 from gradcomp.core.scan import Floats, Indices
 from gradcomp.core.values import decode_values, encode_values, scale_of
-from gradcomp.ddp.plan import COUNT_BYTES, FIXED_HEADER_BYTES, SCALE_BYTES, Piece, Plan
+from gradcomp.ddp.plan import BITMAPS, COUNT_BYTES, FIXED_HEADER_BYTES, SCALE_BYTES, Piece, Plan
 from gradcomp.errors import DesyncError, PayloadError
 
 VERSION = 1
@@ -36,6 +36,8 @@ class Chosen(NamedTuple):
     """Whether the local gradient (not the residual) is zero everywhere."""
     finite: bool
     """Whether everything seen of residual + gradient is finite."""
+    rest: bool = False
+    """In a flush: whether something of it may stay in the residual."""
 
 
 NOTHING = Chosen(np.empty(0, np.int64), np.empty(0, np.float32), 0, False, True)
@@ -60,6 +62,8 @@ class Arrival:
     """A bit a piece: the sender's gradient was zero everywhere."""
     not_finite: Bits
     """A bit a piece: the sender's residual + gradient was not finite."""
+    rest: Bits
+    """A bit a piece: in a flush, something of the sender's may stay in its residual."""
     wanted: dict[str, int]
     """By name, for each counted piece."""
     released: list[Released]
@@ -73,6 +77,7 @@ def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> codec.Bytes
         np.frombuffer(struct.pack("<BBHI", VERSION, flags, len(plan.pieces) & 0xFFFF, step & 0xFFFFFFFF), np.uint8),
         np.packbits([part.zero for part in chosen], bitorder="little"),
         np.packbits([not part.finite for part in chosen], bitorder="little"),
+        np.packbits([part.rest for part in chosen], bitorder="little"),
     ]
     counts = [(by_name[piece.name].indices.size, by_name[piece.name].wanted) for piece in plan.counted]
     sections.append(np.asarray(counts, "<u4").reshape(-1).view(np.uint8))
@@ -107,8 +112,8 @@ def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
             f"rank {rank} sent step {sent_step} of a bucket of {num_pieces} parameters where step {step} of {len(plan.pieces)} was due"
         )
     take = _Reader(data, FIXED_HEADER_BYTES)
-    bitmaps = np.unpackbits(take(2 * plan.bitmap_bytes).reshape(2, -1), axis=1, bitorder="little").astype(bool)
-    zero, not_finite = bitmaps[:, : len(plan.pieces)]
+    bitmaps = np.unpackbits(take(BITMAPS * plan.bitmap_bytes).reshape(BITMAPS, -1), axis=1, bitorder="little").astype(bool)
+    zero, not_finite, rest = bitmaps[:, : len(plan.pieces)]
     counts = take(COUNT_BYTES * len(plan.counted)).view("<u4").reshape(-1, 2).tolist()
     sent = {piece.name: count[0] for piece, count in zip(plan.counted, counts)}
     scales = take(SCALE_BYTES * len(plan.sparse)).view("<f4") if plan.form.scaled else np.zeros(len(plan.sparse), np.float32)
@@ -127,7 +132,7 @@ def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
         values = decode_values(take(plan.riding.size(piece.numel)), plan.riding, piece.numel)
         released.append(Released(piece, None, _saturated(values, piece)))
     wanted = {piece.name: count[1] for piece, count in zip(plan.counted, counts)}
-    return Arrival(rank, flags, zero, not_finite, wanted, released)
+    return Arrival(rank, flags, zero, not_finite, rest, wanted, released)
 
 
 def _saturated(values: Floats, piece: Piece) -> Floats:

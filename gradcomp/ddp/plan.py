@@ -4,7 +4,7 @@ A parameter travels one of three ways, decided by the parameter, its history, th
 for exact riders of a bucket that gathers nothing else: see :func:`without_needless_gather`):
 
 * ``sparse``: selected elements, in the bucket's payload;
-* ``ride``: all elements, in the bucket's payload (small ``Dense`` parameters);
+* ``ride``: all elements, in the bucket's payload (small ``Dense`` parameters, and scheduled ones while their density is 1);
 * ``ring``: all elements, in the bucket's one ring all-reduce, in the gradient's own dtype.
 """
 
@@ -25,6 +25,7 @@ ALLOWANCE = 16 * 1024
 """Bytes a rank may send for one riding parameter, and for all small parameters beyond what their ring all-reduces would take."""
 
 FIXED_HEADER_BYTES = 8
+BITMAPS = 3
 COUNT_BYTES = 8
 SCALE_BYTES = 4
 
@@ -117,7 +118,7 @@ class Routing:
     @staticmethod
     def _most(rule: AnyRule, numel: int) -> int:
         """The largest capacity that a rule can lead to."""
-        return rule.count(numel) if isinstance(rule, TopK) and type(rule) is TopK and not is_scheduled(rule) else numel
+        return rule.count(numel) if isinstance(rule, TopK) and not is_scheduled(rule) else numel
 
     def route(self, name: str, rule: AnyRule, numel: int, dtype: torch.dtype, history: int | None) -> tuple[Travel, int]:
         """(travel, elements of payload) of a parameter; ``history`` is its capacity where that follows from history."""
@@ -133,6 +134,14 @@ class Routing:
         return travel == "sparse" or (travel == "ride" and not self._riding.holds(dtype))
 
 
+def ring_limit(dtype: torch.dtype) -> float | None:
+    """The largest magnitude of residual + gradient that a rank puts into a ring all-reduce in half precision; None for wider dtypes.
+
+    A little below what the dtype holds: W roundings of 1/W of it must not add up to more than all of it.
+    """
+    return torch.finfo(dtype).max * 31 / 32 if dtype.itemsize < 4 else None
+
+
 def without_needless_gather(pieces: list[Piece], values: str) -> list[Piece]:
     """The pieces, all by the ring where fp32 riders are all that would be gathered: plain DDP's one all-reduce, bit for bit."""
     if values != "fp32" or any(p.tracked or p.sized_by_history or p.travel == "sparse" for p in pieces):
@@ -143,9 +152,10 @@ def without_needless_gather(pieces: list[Piece], values: str) -> list[Piece]:
 class Plan:
     """One bucket's layout for one step. Ranks with equal plans send payloads of equal size.
 
-    The payload is, in this order: a header (version, flags, step; one bit a parameter for "gradient all zero", one for "not finite";
-    what was sent and wanted of each counted parameter; the scale of each sparse one if the format has scales), the indices of all
-    sparse parameters as one list, their values, the riding parameters' values.
+    The payload is, in this order: a header (version, flags, number of parameters, step; a bit a parameter for "gradient all zero",
+    one for "not finite", one for "some of it stays back from this flush"; what was sent and wanted of each counted parameter; the
+    scale of each sparse one if the format has scales), the indices of all sparse parameters as one list, their values, the riding
+    parameters' values.
 
     Attributes:
         pieces: every parameter of the bucket, in its order.
@@ -193,7 +203,7 @@ class Plan:
     def header_bytes(self) -> int:
         """Bytes before the indices."""
         scales = SCALE_BYTES * len(self.sparse) if self.form.scaled else 0
-        return FIXED_HEADER_BYTES + 2 * self.bitmap_bytes + COUNT_BYTES * len(self.counted) + scales
+        return FIXED_HEADER_BYTES + BITMAPS * self.bitmap_bytes + COUNT_BYTES * len(self.counted) + scales
 
     @property
     def payload_bytes(self) -> int:

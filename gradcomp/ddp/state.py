@@ -1,7 +1,7 @@
 """The hook's state: settings, residuals, the layouts that the ranks have agreed on, and the step under way."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import _GeneratorContextManager
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from gradcomp.core.feedback import Feedback
 from gradcomp.core.magnitude import Magnitudes
 from gradcomp.core.policy import Policy
-from gradcomp.core.rules import AnyRule, Dense, TopK, at_step, describe, is_dense, is_scheduled, warmed_up
+from gradcomp.core.rules import AnyRule, Dense, TopK, at_step, describe, is_dense, is_scheduled, number, warmed_up, whole
 from gradcomp.core.scan import Accumulation
 from gradcomp.core.values import check_values
 from gradcomp.ddp.agenda import Agenda
@@ -77,9 +77,9 @@ class SparseState(Handle):
     ) -> None:
         policy = Policy(TopK(0.01) if rule is None else rule, overrides)
         self._values = check_values(values)
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be an integer >= 0, got {warmup_steps!r}")
-        if not isinstance(warmup_density, (int, float)) or not 0 < warmup_density <= 1:
+        steps = whole("warmup_steps", warmup_steps)
+        start = number("warmup_density", warmup_density)
+        if not 0 < start <= 1:
             raise ValueError(f"warmup_density is the fraction kept at the first step and must be in (0, 1], got {warmup_density!r}")
         self._on_nonfinite = _one_of("on_nonfinite", on_nonfinite, "propagate", "raise")
         self._reports = self._on_nonfinite == "raise"
@@ -89,8 +89,8 @@ class SparseState(Handle):
         self._shapes = self._network.shapes
         policy.warn_unmatched(self._shapes)
         rules = {name: policy.rule_for(name, like.shape) for name, like in self._shapes.items()}
-        self._rules = {name: warmed_up(rule, warmup_density, warmup_steps) for name, rule in rules.items()}
-        if warmup_steps and self._rules == rules:
+        self._rules = {name: warmed_up(rule, start, steps) for name, rule in rules.items()}
+        if steps and self._rules == rules:
             text = f"warmup_steps={warmup_steps} has nothing to warm up: no TopK rule of a density below {warmup_density}"
             warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=3)
         self._feedback = Feedback()
@@ -127,7 +127,7 @@ class SparseState(Handle):
         return self.connect()[0]
 
     def _warn_inactive(self, routing: Routing, world_size: int) -> None:
-        asked = {name: rule for name, rule in self._rules.items() if not is_dense(rule)}
+        asked = {name: rule for name, rule in self._rules.items() if not is_dense(rule) and name in self._network.trained}
         if not asked or not all(type(rule) is TopK and not is_scheduled(rule) for rule in asked.values()):
             return  # nothing was asked for, or how much is not known yet
         likes = self._shapes
@@ -189,6 +189,8 @@ class SparseState(Handle):
 
     def _place(self, name: str, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A parameter's shape and strides, which are those of its gradient in the bucket, whatever ``bucket.gradients()`` says."""
+        if parameter.is_complex():
+            raise GradcompError(f"parameter {name} must be real, complex ones are not supported so far, got {parameter.dtype}")
         seen, now = self._shapes[name], torch.empty_like(parameter, device="meta")
         if (dtype, now.stride()) != (seen.dtype, seen.stride()):
             raise GradcompError(
@@ -206,16 +208,23 @@ class SparseState(Handle):
 
     def plan_of(self, layout: tuple[Piece, ...], *, flush: bool) -> Plan:
         """How the bucket's parameters travel in this step: the same on all ranks."""
-        capacities = tuple(self._agenda.capacity(piece.name) for piece in layout)
-        token = (capacities, flush, tuple(piece.name in self._feedback for piece in layout))
+        capacities = tuple(self._agenda.capacity(piece.name) if piece.sized_by_history else None for piece in layout)
         names = tuple(piece.name for piece in layout)
         cached = self._plans.get(names)
-        if cached is None or cached[0] is not layout or cached[1] != token:
+        if cached is None or cached[0] is not layout or cached[1] != (capacities, flush, self._held(names)):
             routed = [self._routed(piece, history, flush) for piece, history in zip(layout, capacities)]
-            report = self._reports and not self._agenda.removed
-            cached = layout, token, Plan(without_needless_gather(routed, self._values), self._values, flush=flush, report=report)
-            self._plans[names] = cached
+            plan = Plan(
+                without_needless_gather(routed, self._values),
+                self._values,
+                flush=flush,
+                report=self._reports and not self._agenda.removed,
+            )
+            # Routing makes parameters hold residuals: what holds is noted afterwards.
+            cached = self._plans[names] = layout, (capacities, flush, self._held(names)), plan
         return cached[2]
+
+    def _held(self, names: Iterable[str]) -> tuple[bool, ...]:
+        return tuple(name in self._feedback for name in names)
 
     def _routed(self, piece: Piece, history: int | None, flush: bool) -> Piece:
         routing = self.connect()[1]

@@ -75,7 +75,7 @@ class Step:
                 raise self.error
             return flight.result
 
-        delivered: torch.futures.Future[torch.Tensor] = self._gate.then(at_exit_wait_for(open_gate))
+        delivered: torch.futures.Future[torch.Tensor] = self._gate.then(open_gate)
         if is_last:
             self._done()
         return delivered

@@ -34,7 +34,7 @@ class Traffic:
         encode_s: seconds spent encoding.
         exchange_s: seconds from issue to completion of collectives, summed over buckets; overlaps with everything else.
         decode_s: seconds spent decoding, updating residuals and filling the buckets.
-        world_size: W; 0 before the first step.
+        world_size: W; 0 before the process group is known.
         elements: gradient elements reduced, summed over steps.
         sparse_parameters: parameters that travelled sparse in the last step.
         parameters: parameters reduced in the last step.

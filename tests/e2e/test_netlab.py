@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def lab():
         pytest.skip("netlab needs root to make network namespaces")
     if not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("netlab needs ip and tc, of the package iproute2")
-    name = f"test-{os.getpid()}"
+    name = f"test_{os.getpid()}"
     probe = netlab(name, "up", "1", "100mbit", check=False)
     netlab(name, "down", check=False)
     if probe.returncode:
@@ -64,6 +66,8 @@ def test_a_failing_host_ends_the_others(lab):
     [
         (["up", "many", "1gbit"], "N must be a number of hosts"),
         (["up", "0", "1gbit"], "N must be a number of hosts"),
+        (["up", "08x", "1gbit"], "N must be a number of hosts"),
+        (["up", "2511", "1gbit"], "N must be a number of hosts"),
         (["up", "2", "fast"], "could not set up 2 hosts at fast; nothing is left behind"),
         (["run", "2", "--", "true"], "no 2 hosts"),
         (["dance"], "scripts/netlab up 4 100mbit"),
@@ -73,6 +77,32 @@ def test_what_netlab_cannot_do_it_says(lab, arguments, words):
     run = netlab(lab, *arguments, check=False)
     assert run.returncode != 0
     assert words in run.stderr
+    assert names(lab) == []
+
+
+def test_labs_do_not_touch_each_other(lab):
+    other = f"{lab}.b"
+    try:
+        netlab(lab, "up", "02", "unshaped")
+        netlab(other, "up", "1", "unshaped")
+        netlab(lab, "down")
+        assert names(lab) == []
+        assert len(names(other)) == 2
+    finally:
+        netlab(other, "down")
+    for odd in ("a b", "a-b", "a*", "a\nb", "a/b"):
+        run = netlab(odd, "up", "1", "unshaped", check=False)
+        assert run.returncode == 1
+        assert "NETLAB must be made of" in run.stderr
+
+
+def test_an_interrupted_set_up_leaves_nothing(lab):
+    started = subprocess.Popen([NETLAB, "up", "60", "unshaped"], env={**os.environ, "NETLAB": lab}, stderr=subprocess.DEVNULL)
+    while len(names(lab)) < 5:
+        assert started.poll() is None
+        time.sleep(0.01)
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(timeout=60) != 0
     assert names(lab) == []
 
 

@@ -81,13 +81,108 @@ def test_a_flush_keeps_what_ddp_may_throw_away(action, values):
     for _, _, pending, _ in results:
         assert 0 < pending[4] <= 2500, "of c alone"
         assert pending[4] < pending[3]
-        assert pending[5:] == [0, 0, 0] or action == "flush"
+        if action == "remove":  # goes on until c had a gradient, in step 5
+            assert pending[5:] == [0, 0, 0]
+        else:
+            assert pending[5] > pending[4], "one flush, and it is over"
 
 
 def test_a_flush_of_half_precision_leaves_nothing():
     for _, _, pending, traffic in run_ranks(2, conserve, RULES["topk"], "bf16", torch.bfloat16, "flush", 7, 2):
         assert pending[5] == 0
         assert traffic.bad_steps == 0
+
+
+def flushed_fp64(rank, action):
+    model, handle = given_ddp({"a": torch.zeros(40, 40, dtype=torch.float64), "v": torch.zeros(3)}, gradcomp.TopK(0.05), "bf16")
+    getattr(handle, action)()
+    total, local = torch.zeros(40, 40, dtype=torch.float64), torch.zeros(40, 40, dtype=torch.float64)
+    for step in range(5):
+        grad = dyadic(rank, 2 * step + 1)["a"].double()
+        total += reduced(model, {"a": grad, "v": torch.ones(3)})["a"]
+        local += grad
+    return total, local, handle.residual("a").double(), handle.state_dict()["removed"]
+
+
+@pytest.mark.parametrize("action", ["flush", "remove"])
+def test_fp64_gradients_flush(action):
+    results = run_ranks(2, flushed_fp64, action)
+    pending = sum(residual for _, _, residual, _ in results) / 2
+    assert torch.equal(results[0][0] + pending, sum(local for _, local, _, _ in results) / 2)
+    assert [removed for *_, removed in results] == [action == "remove"] * 2
+    assert bool(pending.count_nonzero()) == (action == "flush")
+
+
+def growing_half(rank, dtype):
+    model, handle = given_ddp({"a": torch.zeros(100, 100, dtype=dtype), "v": torch.zeros(3)}, gradcomp.Threshold(1e5), "fp32")
+    grad = torch.full((100, 100), 40000.0, dtype=dtype)
+    total = 0.0
+    for step in range(12):
+        if step == 8:
+            handle.remove()
+            grad = torch.full((100, 100), 1.0, dtype=dtype)
+        total += reduced(model, {"a": grad, "v": torch.ones(3)})["a"][0, 0].item()
+    return total, handle.residual("a")[0, 0].item(), handle.traffic.bad_steps, handle.state_dict()["removed"]
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_half_precision_residuals_beyond_the_range_drain(world_size):
+    """Through the ring too, where W roundings of a W-th could add up to infinity; and a removal waits for the last of it."""
+    for total, residual, bad_steps, removed in run_ranks(world_size, growing_half, torch.float16):
+        assert bad_steps == 0
+        assert removed
+        assert residual == 0
+        assert total == pytest.approx(8 * 40000 + 4, rel=0.01)
+
+
+def unused_for_ever(rank):
+    parameters = {"a": torch.zeros(30, 30, dtype=torch.bfloat16), "c": torch.zeros(30, 30, dtype=torch.bfloat16)}
+    model, handle = given_ddp(parameters, gradcomp.TopK(0.1), "bf16", ddp={"find_unused_parameters": True})
+    handle.remove()
+    for _ in range(4):
+        reduced(model, {"a": torch.full((30, 30), 1.0 + rank, dtype=torch.bfloat16)})
+    return handle.state_dict()["removed"]
+
+
+def test_a_removal_does_not_wait_for_a_parameter_that_owes_nothing():
+    assert run_ranks(2, unused_for_ever) == [True, True]
+
+
+def removed_in_a_dense_phase(rank):
+    model, handle = given_ddp({"a": torch.zeros(40, 40)}, gradcomp.TopK(0.01), "fp32", warmup_steps=3, warmup_density=1.0)
+    if rank == 0:
+        handle.remove()
+    for step in range(6):
+        reduced(model, {"a": dyadic(rank, step)["a"]})
+    return handle.state_dict()["removed"]
+
+
+@pytest.mark.filterwarnings("ignore:gradcomp. warmup_steps")
+def test_an_announcement_waits_for_a_header():
+    assert run_ranks(2, removed_in_a_dense_phase) == [True, True]
+
+
+def loaded_over(rank):
+    ours = {"a": torch.zeros(40, 40), "v": torch.zeros(3)}
+    model, handle = given_ddp(
+        ours, None, "fp32", overrides={"a": gradcomp.TopK(0.25), "v": gradcomp.Dense()}, ddp={"find_unused_parameters": True}
+    )
+    fresh = handle.state_dict()
+    first = reduced(model, {"a": dyadic(rank, 1)["a"], "v": torch.ones(3)})["a"]
+    handle.load_state_dict(fresh)
+    again = reduced(model, {"a": dyadic(rank, 1)["a"], "v": torch.ones(3)})["a"]
+    assert torch.equal(first, again), "a state from before the first step brings that step back"
+    saved = handle.state_dict()
+    with pytest.raises(gradcomp.DesyncError, match="parameters with a residual"):
+        handle.load_state_dict({**saved, "residual": {} if rank == 1 else saved["residual"]})
+    # Capacities of another rule do not size this one.
+    handle.load_state_dict({**saved, "capacity": {"a": [7, 9]}})
+    reduced(model, {"a": dyadic(rank, 3)["a"], "v": torch.ones(3)})
+    return handle.densities["a"]
+
+
+def test_loading_over_a_running_hook():
+    assert run_ranks(2, loaded_over) == [0.25, 0.25]
 
 
 def straight_or_resumed(rank, rule, resumed):
@@ -285,7 +380,7 @@ def test_counted_bytes_equal_a_hand_count(world_size):
     }
     universe, kept = sum(sizes[name] for name in sparse), sum(sparse.values())
     riding = sum(sizes.values()) - universe
-    payload = 8 + 2 * 2 + 8 * 4 + codec.index_bytes(universe, kept) + 2 * (kept + riding)
+    payload = 8 + 3 * 2 + 8 * 4 + codec.index_bytes(universe, kept) + 2 * (kept + riding)
     for traffic in run_ranks(world_size, hand_count, world_size):
         assert traffic.steps == 3
         assert traffic.payload_bytes == 3 * payload

@@ -118,8 +118,8 @@ def choose(numel, indices, values, **rest):
 
 def test_a_payload_by_hand():
     plan = example()
-    # header 8, two bitmaps of 5 bits, counts of a, d and e; 74 indices below 400; 74 sparse and 7 riding values of 2 bytes
-    assert plan.payload_bytes == 8 + 2 + 3 * 8 + codec.index_bytes(400, 74) + 2 * (74 + 7)
+    # header 8, three bitmaps of 5 bits, counts of a, d and e; 74 indices below 400; 74 sparse and 7 riding values of 2 bytes
+    assert plan.payload_bytes == 8 + 3 + 3 * 8 + codec.index_bytes(400, 74) + 2 * (74 + 7)
     chosen = [
         choose(100, [3, 99], [1.0, -2.0]),
         choose(7, [], [1, 2, 3, 4, 5, 6, 7]),
@@ -142,7 +142,7 @@ def test_scales_travel_in_the_header():
     for values, decoded in (("sign", [[1.5, -1.5], [-4.0, 4.0]]), ("int8", [[1.0, -2.0], [-8.0, 0.0]])):
         plan = example(values)
         # as bf16, but for a scale for a and for d, and 1 or 8 bits a sparse value
-        assert plan.payload_bytes == 8 + 2 + 3 * 8 + 2 * 4 + codec.index_bytes(400, 74) + (74 if values == "int8" else 10) + 2 * 7
+        assert plan.payload_bytes == 8 + 3 + 3 * 8 + 2 * 4 + codec.index_bytes(400, 74) + (74 if values == "int8" else 10) + 2 * 7
         chosen = [choose(100, [3, 99], [1.0, -2.0]), choose(7, [], range(7)), NOTHING, choose(300, [0, 5], [-8.0, 0.0]), NOTHING]
         arrival = unpack(plan, 1, 0, pack(plan, 1, 0, chosen))
         for part, expected in zip(arrival.released, decoded):
@@ -161,7 +161,7 @@ def test_foreign_and_damaged_payloads_are_refused():
     with pytest.raises(gradcomp.PayloadError, match="version 9"):
         unpack(plan, 3, 1, other)
     other = data.copy()
-    other[10], other[18] = 2, 0  # counts of a and d: the right sum, wrongly split
+    other[11], other[19] = 2, 0  # counts of a and d: the right sum, wrongly split
     with pytest.raises(gradcomp.PayloadError, match="announced 2 elements of a and sent 1"):
         unpack(plan, 3, 1, other)
     with pytest.raises(gradcomp.PayloadError, match="where the plan says"):
@@ -204,17 +204,16 @@ def test_fp64_never_rides():
 def test_a_bucket_without_anything_to_gather_has_no_payload():
     plan = Plan([piece("c", 0, 500, gradcomp.Dense(), "ring", 0, tracked=False)], "bf16", flush=False, report=False)
     assert (plan.header, plan.payload_bytes) == (False, 0)
-    assert Plan(plan.pieces, "bf16", flush=False, report=True).payload_bytes == 8 + 2
+    assert Plan(plan.pieces, "bf16", flush=False, report=True).payload_bytes == 8 + 3
 
 
 class Flown:
     """As much of a flight as the agenda looks at."""
 
-    def __init__(self, flags=0, wanted=0, zero=False):
+    def __init__(self, flags=0, wanted=0, rest=False):
         self.plan = example()
-        chosen = [choose(100, [], [], zero=zero), choose(7, [], [0] * 7), NOTHING, choose(300, [], [], wanted=wanted), NOTHING]
+        chosen = [choose(100, [], [])._replace(rest=rest), choose(7, [], [0] * 7), NOTHING, choose(300, [], [], wanted=wanted), NOTHING]
         self.arrivals = [unpack(self.plan, 0, 0, pack(self.plan, 0, flags, chosen))]
-        self.held_back = {piece.name: bool(bit) for piece, bit in zip(self.plan.pieces, self.arrivals[0].zero)}
 
 
 def started():
@@ -242,10 +241,10 @@ def test_announcements_take_effect_two_steps_later():
 
 def test_a_removal_waits_until_nothing_is_kept_back():
     agenda = started()
-    for step, (flags, zero) in enumerate([(REMOVE, False), (0, False), (0, True), (0, True), (0, False)]):
+    for step, (flags, rest) in enumerate([(REMOVE, False), (0, False), (0, True), (0, True), (0, False)]):
         assert agenda.flushing == (step >= 2)
         assert not agenda.removed
-        agenda.advance([Flown(flags, zero=zero)], announced=0, bad=False)
+        agenda.advance([Flown(flags, rest=rest)], announced=0, bad=False)
     assert agenda.removed
     assert not agenda.flushing
     loaded = Agenda()
@@ -256,6 +255,8 @@ def test_a_removal_waits_until_nothing_is_kept_back():
 def test_what_is_announced_is_announced_once():
     agenda = started()
     agenda.announce = FLUSH | REMOVE
+    agenda.advance([], announced=FLUSH, bad=False)
+    assert agenda.announce == FLUSH | REMOVE, "a step that gathered no header told nobody"
     agenda.advance([Flown()], announced=FLUSH, bad=False)
     assert agenda.announce == REMOVE
 

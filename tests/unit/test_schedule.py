@@ -55,8 +55,9 @@ def test_a_scheduled_rule():
         rule.count(10)
     with pytest.raises(ValueError, match=r"rule\.at\(step\)"):
         gradcomp.compress(torch.ones(3), rule)
-    with pytest.raises(ValueError, match=r"TopK\.density"):
-        gradcomp.TopK(Linear(start=0.5, end=2.0, steps=2)).at(2)
+    for start, end in ((0.5, 2.0), (0.5, 0.0), (1.5, 0.5)):
+        with pytest.raises(ValueError, match=r"TopK\.density"):
+            gradcomp.TopK(Linear(start=start, end=end, steps=2))
     assert rules.at_step(gradcomp.Dense(), 3) == gradcomp.Dense()
 
 
