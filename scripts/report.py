@@ -49,6 +49,8 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         axis.remove()
     parts = figure.subfigures(1 + len(counted), 1, squeeze=False)[:, 0]
     draw_losses(records, parts[0])
+    first = records[0]
+    parts[0].suptitle(f"{first['world_size']} ranks, {first['parameters_numel']:,} parameters; training loss of rank 0, smoothed")
     for record, part in zip(counted, parts[1:]):
         draw_hook(record, part)
     figure.savefig(path, dpi=110)
@@ -68,33 +70,37 @@ def draw_losses(records: list[dict[str, Any]], figure: Any) -> None:
         for axis, key, scale in zip(axes, ("step", "sent_bytes", "seconds"), (1, 1e6, 1)):
             points = [(point[key] / scale, loss) for point, loss in zip(record["curve"], smooth) if key == "step" or point[key]]
             axis.plot([x for x, _ in points], [y for _, y in points], label=label)
-    for axis, words in zip(axes, ("step", "MB sent by one rank", "seconds in steps")):
+    for axis, words in zip(axes, ("step", "MB sent by one rank, logarithmic", "seconds in steps")):
         axis.set(xlabel=words)
         axis.grid(alpha=0.3)
     axes[1].set_xscale("log")
     axes[0].set(ylabel="training loss, nats a byte")
-    axes[0].legend(fontsize=8)
+    if axes[0].lines:
+        axes[0].legend(fontsize=8)
 
 
 def draw_hook(record: dict[str, Any], figure: Any) -> None:
     """One compressed run: where the hook's time goes, and the density of every parameter over the run."""
     from matplotlib.colors import LogNorm
 
-    figure.suptitle(record["name"])
+    config = record["config"]
+    setting = {"topk": f"density {config['density']}", "threshold": f"tau {config['threshold']}"}.get(config["rule"], "")
+    figure.suptitle(f"{record['name']}: {config['rule']} {setting}, {config['values']}")
     times, heat = figure.subplots(1, 2, width_ratios=(1, 3))
-    for part in ("select", "encode", "exchange", "decode"):
-        times.bar(part, 1e3 * record[f"{part}_s"] / record["steps"], color="tab:gray" if part == "exchange" else "tab:blue")
-    times.set(ylabel="ms a step (exchange overlaps)")
-    times.tick_params(axis="x", rotation=30)
+    for part in ("select", "encode", "decode"):
+        times.bar(part, 1e3 * record[f"{part}_s"] / record["steps"], color="tab:blue")
+    times.set(ylabel="ms a step")
+    exchange_ms = 1e3 * record["exchange_s"] / record["steps"]
+    times.set_title(f"exchange: {exchange_ms:.0f} ms, summed over buckets,\noverlapping with the rest", fontsize=8)
     points = [point for point in record["curve"] if point.get("densities")]
     if points:
         names = list(points[0]["densities"])
         rows = [[max(1e-5, point["densities"][name]) for point in points] for name in names]
         extent = (points[0]["step"], max(points[-1]["step"], points[0]["step"] + 1), len(names), 0)
         image = heat.imshow(rows, aspect="auto", norm=LogNorm(1e-4, 1), extent=extent, interpolation="nearest")
-        heat.set_yticks([row + 0.5 for row in range(len(names))], names, fontsize=5)
-        heat.set(xlabel="step")
-        figure.colorbar(image, ax=heat, label="density")
+        heat.set_yticks([row + 0.5 for row in range(len(names))], names, fontsize=6)
+        heat.set(xlabel="step, sampled")
+        figure.colorbar(image, ax=heat, label="density (1e-4: that or less)")
 
 
 def show(records: list[dict[str, Any]]) -> None:

@@ -41,8 +41,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="how gradients travel: none is plain DDP, noop exchanges nothing",
     )
     add("--rule", default="topk", choices=["topk", "threshold", "dense"], help="gradcomp: what matters")
-    add("--density", type=float, default=0.01, help="topk: fraction kept, in (0, 1]")
-    add("--threshold", type=float, default=1e-3, help="threshold: magnitude above which an element is sent")
+    add("--density", type=float, help="topk: fraction kept, in (0, 1]; 0.01 if not given")
+    add("--threshold", type=float, help="threshold: magnitude above which an element is sent; 0.001 if not given")
     add("--values", default="bf16", help="gradcomp: value format on the wire: fp32, bf16, fp16, int8 or sign")
     add("--warmup-steps", type=int, default=0, help="topk: steps over which the density falls to its own")
     add("--analyze", action="store_true", help="gradcomp: print what gradients look like half-way, to choose a threshold by")
@@ -81,6 +81,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--name must be made of letters, digits and _.()=+-, got {args.name!r}")
     if args.report is not None and args.report.exists() and not args.report.is_dir():
         parser.error(f"--report must be a folder, {args.report} is a file")
+    unused = {"density": args.rule != "topk", "threshold": args.rule != "threshold", "warmup_steps": args.rule != "topk", "analyze": False}
+    for field, of_another_rule in unused.items():
+        if getattr(args, field) not in (None, 0, False) and (of_another_rule or args.hook != "gradcomp"):
+            parser.error(f"--{field.replace('_', '-')} has no meaning with --hook {args.hook} --rule {args.rule}")
+    args.density = 0.01 if args.density is None and args.rule == "topk" else args.density
+    args.threshold = 1e-3 if args.threshold is None and args.rule == "threshold" else args.threshold
     try:
         rule_of(args)
         gradcomp.codec.check_values(args.values)
@@ -89,7 +95,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.lr is None:
         args.lr = 0.003 if args.optimizer == "adamw" else 0.3
     if args.name is None:
-        detail = {"topk": f"-{args.density:g}", "threshold": f"-{args.threshold:g}", "dense": ""}[args.rule]
+        amount = {"topk": args.density, "threshold": args.threshold, "dense": None}[args.rule]
+        detail = "" if amount is None else f"-{amount:g}"
         args.name = f"{args.rule}{detail}-{args.values}" if args.hook == "gradcomp" else args.hook
     return args
 

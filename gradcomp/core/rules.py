@@ -114,7 +114,10 @@ class TopK:
     def __post_init__(self) -> None:
         if isinstance(self.density, Schedule):
             for step in (0, 1 << 40):  # the ends of a schedule that falls or rises; what is between is checked step by step
-                self.at(step)
+                try:
+                    self.at(step)
+                except ValueError as error:
+                    raise ValueError(f"{error}, from {describe(self.density)} at step {step}") from None
             return
         density = number("TopK.density", self.density)
         if not 0 < density <= 1:
@@ -189,7 +192,9 @@ def _takes_two(function: Callable[..., object]) -> bool:
 def check_rule(field: str, rule: object) -> AnyRule:
     """Return ``rule`` if it is one; raise a ``ValueError`` that names ``field`` otherwise."""
     if isinstance(rule, type):
-        raise ValueError(f"{field} must be a rule, got the class {rule.__name__}: write {rule.__name__}(...)")
+        raise ValueError(f"{field} must be an object, got the class {rule.__name__}: write {rule.__name__}(...)")
+    if isinstance(rule, (Schedule, Real)) and not isinstance(rule, Rule):
+        raise ValueError(f"{field} must be a rule, got {rule!r}: write TopK({rule!r}) for a density, Threshold(...) for a magnitude")
     if isinstance(rule, (Rule, MaskUpdater)) or (callable(rule) and _takes_two(rule)):
         return rule
     raise ValueError(

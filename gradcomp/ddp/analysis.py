@@ -46,7 +46,10 @@ class Analysis(Mapping[str, Magnitudes]):
         return sum(part.density(threshold) * part.numel for part in self.values()) / sum(part.numel for part in self.values())
 
     def threshold(self, density: float) -> float:
-        """The threshold that would have sent about ``density`` of all elements: for ``Threshold(analysis.threshold(0.01))``.
+        """The threshold that would have sent about ``density`` of all elements, of dense parameters too, on this rank.
+
+        Ranks see different data and get slightly different values, and a rule must be the same on all of them: take rank 0's, by
+        ``dist.broadcast_object_list`` or by hand.
 
         Args:
             density: fraction to send, in (0, 1].
@@ -85,5 +88,5 @@ class Analysis(Mapping[str, Magnitudes]):
             lines.append("  ".join([*cells, f"{self.payload_bytes(name, 0.01):>18,}"]) + ("" if part.finite else "  not finite"))
         for density in DENSITIES:
             lines.append(f"Threshold({self.threshold(density):.3g}) would have sent {100 * density:g}% of all elements")
-        lines.append("Plain Adam moves rarely sent coordinates less far than dense gradients would: compare losses below 10%.")
+        lines.append("Plain Adam moves rarely sent coordinates less far than dense gradients would: compare losses below 10% density.")
         return "\n".join(lines)

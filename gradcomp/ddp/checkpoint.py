@@ -28,7 +28,7 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange
         raise ValueError(f"state['format'] must be {FORMAT}, got {state['format']!r}: it was saved by another version of gradcomp")
     missing = [key for key in _KEYS if key not in state]
     if missing:
-        raise ValueError(f"state must have the keys {list(_KEYS)}, {missing} are missing")
+        raise ValueError(f"state must be one that state_dict() returned: it has no {missing}")
     _check_numbers(state)
     if exchange is not None:
         for key, own in (("world_size", exchange.world_size), ("rank", exchange.rank)):

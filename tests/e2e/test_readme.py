@@ -57,7 +57,7 @@ def test_the_table_of_ratios():
     for density, bits, *ratios in rows:
         count = int(numel * float(density) / 100)
         index_bits = gradcomp.codec.index_bits(numel, count)
-        assert abs(index_bits / count - float(bits)) < 0.06
+        assert abs(index_bits / count - float(bits)) <= 0.05
         for ratio, width in zip(ratios, (32, 16, 8, 1)):
             assert abs(32 * numel / (index_bits + count * width) / float(ratio) - 1) < 0.02
 
