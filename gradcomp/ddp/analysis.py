@@ -49,7 +49,7 @@ class Analysis(Mapping[str, Magnitudes]):
         """The threshold that would have sent about ``density`` of all elements, of dense parameters too, on this rank.
 
         Ranks see different data and get slightly different values, and a rule must be the same on all of them: take rank 0's, by
-        ``dist.broadcast_object_list`` or by hand.
+        a broadcast or by hand.
 
         Args:
             density: fraction to send, in (0, 1].

@@ -321,7 +321,7 @@ def test_parameters_without_elements(rule):
 
 def on_subgroup(rank, way):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = DistributedDataParallel(Given(w=torch.zeros(2), v=torch.zeros(3)), process_group=groups[rank // 2])
+    model = DistributedDataParallel(Given(w=torch.zeros(2), v=torch.zeros(5000)), process_group=groups[rank // 2])
     options = {"overrides": {"w": gradcomp.Threshold(0.5), "v": gradcomp.Dense()}, "values": "fp32"}
     if way == "register":
         handle = gradcomp.register(model, **options)
@@ -330,15 +330,15 @@ def on_subgroup(rank, way):
             model if way == "wrapped" else model.module, group=None if way == "wrapped" else groups[rank // 2], **options
         )
         model.register_comm_hook(handle, gradcomp.sparse_hook)
-    grads = reduced(model, {"w": torch.tensor([float(rank), 0.0]), "v": torch.full((3,), float(rank))})
-    return grads["w"].tolist(), grads["v"].tolist(), handle.traffic.world_size
+    grads = reduced(model, {"w": torch.tensor([float(rank), 0.0]), "v": torch.full((5000,), float(rank))})
+    return grads["w"].tolist(), grads["v"].unique().tolist(), handle.traffic.world_size
 
 
 @pytest.mark.parametrize("way", ["register", "wrapped", "group"])
 def test_subgroups(way):
     results = run_ranks(4, on_subgroup, way)
-    assert results[:2] == [([0.5, 0], [0.5] * 3, 2)] * 2
-    assert results[2:] == [([2.5, 0], [2.5] * 3, 2)] * 2
+    assert results[:2] == [([0.5, 0], [0.5], 2)] * 2  # w in the payload, v by the ring
+    assert results[2:] == [([2.5, 0], [2.5], 2)] * 2
 
 
 def unused(rank, fallback, action):
@@ -448,3 +448,41 @@ def test_28_mixed_dtypes_keep_theirs_and_lose_nothing():
         assert pending.count_nonzero() > 100
         rounding = 0.25 if name == "c" else 0  # a mean of bf16 values does not always fit the bf16 buffer
         torch.testing.assert_close(out + pending, exact, rtol=0, atol=rounding)
+
+
+class PartlyFrozen(nn.Module):
+    """A large frozen layer, a frozen complex parameter, and a small trainable layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(100, 100).requires_grad_(False)
+        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+        self.head = nn.Linear(100, 2)
+
+    def forward(self, x):
+        return self.head(self.frozen(x))
+
+
+def frozen(rank):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(PartlyFrozen())
+    # Sparse is asked for, and would pay, for what is frozen alone: of what is trained every parameter is dense.
+    rules = {"frozen.*": gradcomp.TopK(0.01), "head.weight": gradcomp.TopK(0.95)}
+    handle = gradcomp.register(model, overrides=rules, values="bf16")
+    model(torch.randn(2, 100, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    return handle.traffic.parameters, handle.traffic.elements, handle.residual("phase").shape
+
+
+def test_frozen_parameters_are_no_obstacle():
+    assert run_ranks(2, frozen) == [(2, 202, torch.Size([3]))] * 2
+
+
+def inactive(rank):
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(600, 600).requires_grad_(False), nn.Linear(600, 600)))
+    with pytest.warns(UserWarning, match="configured but inactive"):
+        gradcomp.register(model, overrides={"0.weight": gradcomp.TopK(0.01), "1.weight": gradcomp.TopK(0.99)}, values="fp32")
+    return True
+
+
+def test_30_what_is_frozen_does_not_make_compression_active():
+    assert run_ranks(2, inactive) == [True, True]
