@@ -28,6 +28,7 @@ class Flight:
         self.arrivals: list[Arrival] = []
         self._step = step
         self._rank = exchange.rank
+        self._world_size = exchange.world_size
         self._scale = 1.0 / exchange.world_size
         self._buffer = buffer.detach()
         self._ring: torch.Tensor | None = None
@@ -40,13 +41,19 @@ class Flight:
 
     # What goes out by the ring
 
-    def load_ring(self, sums: dict[str, Accumulation]) -> torch.Tensor | None:
+    def load_ring(self, sums: dict[str, Accumulation], in_place: frozenset[str]) -> torch.Tensor | None:
         """The tensor to all-reduce, already divided by W as plain DDP does it; None where nothing travels by the ring.
 
-        The buffer itself where no payload is gathered; else a new tensor, so that the local gradients stay.
+        The buffer itself where no payload is gathered; else a new tensor, so that the local gradients stay. ``in_place`` names the
+        parameters whose gradients accumulated in the buffer itself.
         """
         if not self.plan.header:
+            # x / 3 is not x * (1 / 3): divided where plain DDP divides, scaled where it scales.
+            divided = [piece for piece in self.plan.pieces if piece.name in in_place]
+            kept = [piece.part(self._buffer).clone() for piece in divided]
             self._ring = self._buffer.mul_(self._scale)
+            for piece, gradient in zip(divided, kept):
+                piece.part(self._buffer).copy_(gradient.div_(self._world_size))
         elif self.plan.rings:
             parts = [self._ring_part(piece, sums[piece.name]) for piece in self.plan.rings]
             self._ring = torch.cat(parts).mul_(self._scale)

@@ -74,7 +74,7 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
         # 5. Exchange: one all-gather, and beside it one ring all-reduce of what travels dense, both issued here.
         # 6. Decode, in the callbacks of both.
         step.watch(state.exchange.gather(payload), state.timed("decode_s")(flight.receive_payloads))
-    ring = flight.load_ring(sums)
+    ring = flight.load_ring(sums, state.in_place(bucket))
     if ring is not None:
         step.watch(state.exchange.ring(ring), state.timed("decode_s")(flight.receive_ring))
 

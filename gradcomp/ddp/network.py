@@ -25,6 +25,7 @@ class Network:
     Attributes:
         shapes: name -> a tensor on the meta device with the shape, strides (those of DDP's bucket views too) and dtype.
         trained: names of the parameters that require gradients.
+        in_place: names of those whose gradients accumulate in their bucket's buffer, as far as that is watched.
 
     Raises:
         ValueError: not a module, no parameters, or one that is complex or not on the CPU.
@@ -36,6 +37,8 @@ class Network:
         self._names = WeakTensorKeyDictionary()
         self.shapes: dict[str, torch.Tensor] = {}
         self.trained: set[str] = set()
+        self.in_place: frozenset[str] = frozenset()
+        self._buckets: set[int] = set()
         for raw, parameter in unwrapped(module).named_parameters():
             name = re.sub(r"(^|\.)_orig_mod\.", r"\1", raw)  # parts of the network may be compiled
             self._names[parameter] = name
@@ -47,6 +50,21 @@ class Network:
         """Note how the parameters are now: the network may have been cast since."""
         for parameter, name in self._names.items():  # type: ignore[no-untyped-call]
             self._see(name, parameter)
+
+    def remember_gradients(self) -> None:
+        """Before a forward pass: note which gradients lie in the buckets of the last step, and so will accumulate in place.
+
+        (DDP may rebuild its buckets in the forward pass; gradients that lie in them move along.)
+        """
+        held = ((name, parameter.grad) for parameter, name in self._names.items())  # type: ignore[no-untyped-call]
+        lying = ((name, grad.untyped_storage().data_ptr()) for name, grad in held if grad is not None)
+        self.in_place = frozenset(name for name, pointer in lying if pointer in self._buckets)
+
+    def remember_bucket(self, buffer: torch.Tensor, *, is_first: bool) -> None:
+        """In a step: note where its buckets lie."""
+        if is_first:
+            self._buckets.clear()
+        self._buckets.add(buffer.untyped_storage().data_ptr())
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter of the network."""

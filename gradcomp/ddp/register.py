@@ -61,4 +61,7 @@ def register(
         if "only be called once" not in str(error):
             raise
         raise GradcompError("ddp_model has a communication hook already, and DDP takes one in a model's life") from error
+    if ddp_model.gradient_as_bucket_view and state.exchange.world_size & (state.exchange.world_size - 1):
+        # Only then, and where W is no power of two, is it seen in the bits how plain DDP divides by W.
+        ddp_model.register_forward_pre_hook(lambda module, inputs: state.watch_gradients())
     return state

@@ -244,6 +244,15 @@ class SparseState(Handle):
             self._analysis.add(piece.name, Magnitudes.of(acc))
         return acc
 
+    def watch_gradients(self) -> None:
+        """To be called before every forward pass of a model with ``gradient_as_bucket_view``: see :meth:`in_place`."""
+        self._network.remember_gradients()
+
+    def in_place(self, bucket: GradBucket) -> frozenset[str]:
+        """Parameters whose gradients accumulated in their bucket's own buffer, which plain DDP treats differently."""
+        self._network.remember_bucket(bucket.buffer(), is_first=bucket.index() == 0)
+        return self._network.in_place
+
     def timed(self, name: str) -> "_GeneratorContextManager[None]":
         """Count the seconds of a block, or of every call of a function that this decorates, under ``name``."""
         return self._counters.timed(name)

@@ -71,14 +71,19 @@ def test_against_the_oracle_bit_for_bit(rule, values, world_size):
         assert (traffic.ratio > 1) == (world_size > 1)
 
 
-def twins(rank, rule, values, world_size, options, steps):
+def twins(rank, rule, values, world_size, options, steps, set_to_none=True):
     """Train the hooked model beside plain DDP; the first step at which they differ, or None."""
     plain, hooked = mixed_ddp(**options), mixed_ddp(**options)
     handle = gradcomp.register(hooked, overrides={"*": rule}, values=values)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (plain, hooked)]
     for step in range(steps):
         for model, optimizer in zip((plain, hooked), optimizers):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if not set_to_none and step % 5 == 2:  # also some gradients that begin anew, and some that begin under no_sync
+                optimizer.zero_grad(set_to_none=True)
+            if not set_to_none and step % 5 >= 2 and step % 2:
+                with model.no_sync():
+                    loss_of(model, tokens(rank, 100 + step)).backward()
             loss_of(model, tokens(rank, step)).backward()
             optimizer.step()
         for ours, theirs in zip(hooked.parameters(), plain.parameters()):
@@ -98,6 +103,14 @@ def test_density_one_with_fp32_is_plain_ddp(rule, world_size, options):
         assert traffic.density == 1.0
         # The dense path: the bytes of plain DDP, and 16 bytes of digest for each bucket layout.
         assert traffic.dense_bytes <= traffic.sent_bytes <= traffic.dense_bytes + 40 * 16 * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_density_one_is_plain_ddp_where_gradients_are_bucket_views(world_size):
+    """Plain DDP divides by W what accumulated in its bucket, and multiplies the rest by 1/W: at three ranks the bits tell."""
+    options = {"gradient_as_bucket_view": True}
+    for different, _ in run_ranks(world_size, twins, gradcomp.Dense(), "fp32", world_size, options, 20, False):
+        assert different is None
 
 
 def dense_default(rank):
