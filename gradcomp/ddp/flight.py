@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gradcomp.core.feedback import Feedback
@@ -97,18 +96,6 @@ class Flight:
         """The pieces in the payload, with their position in every arrival's ``released``."""
         return enumerate((*self.plan.sparse, *self.plan.rides))
 
-    def _released_by_all(self, position: int) -> list[Released]:
-        return [arrival.released[position] for arrival in self.arrivals]
-
-    def _sum(self, position: int) -> npt.NDArray[np.floating]:
-        """The mean over ranks of one piece, in fp32 (fp64 for fp64 buckets), added in rank order on every rank."""
-        released = self._released_by_all(position)
-        dtype = np.float64 if self._buffer.dtype == torch.float64 else np.float32
-        total = np.zeros(released[0].piece.numel, dtype)
-        for part in released:
-            self._add(total, part)
-        return total
-
     def _add(self, total: Floats, part: Released) -> None:
         values = part.values * total.dtype.type(self._scale)
         if part.indices is None:
@@ -151,12 +138,11 @@ class Flight:
             gradient = piece.part(self._buffer).zero_()
             if held_back[piece.name]:
                 continue
-            if direct:
-                total = gradient.numpy()
-                for part in self._released_by_all(position):
-                    self._add(total, part)
-            else:
-                gradient.copy_(torch.from_numpy(self._sum(position)))
+            total = gradient.numpy() if direct else np.zeros(piece.numel, np.float32)  # half precision is added in fp32
+            for arrival in self.arrivals:  # in rank order, on every rank
+                self._add(total, arrival.released[position])
+            if not direct:
+                gradient.copy_(torch.from_numpy(total))
         if self._ring is not None:
             for piece, reduced in zip(self.plan.rings, torch.split(self._ring, [piece.numel for piece in self.plan.rings])):
                 gradient = piece.part(self._buffer)
