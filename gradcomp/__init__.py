@@ -9,11 +9,12 @@ from gradcomp.ddp.hook import sparse_hook
 from gradcomp.ddp.register import register
 from gradcomp.ddp.state import SparseState
 from gradcomp.ddp.traffic import Traffic
-from gradcomp.errors import DesyncError, GradcompError, NonFiniteError, PayloadError
+from gradcomp.errors import AccountingError, DesyncError, GradcompError, NonFiniteError, PayloadError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccountingError",
     "Analysis",
     "Dense",
     "DesyncError",

@@ -17,6 +17,10 @@ class DesyncError(GradcompError, RuntimeError):
     """Ranks that disagree about settings, bucket layout or step. Raised on every rank, before any payload moves."""
 
 
+class AccountingError(GradcompError, ArithmeticError):
+    """``check=True`` found that something of a gradient was lost, or that a mean is not the mean of what was sent."""
+
+
 class NonFiniteError(GradcompError, ArithmeticError):
     """A gradient was NaN or infinite and ``on_nonfinite="raise"`` was asked for, on every rank.
 

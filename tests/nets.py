@@ -52,10 +52,15 @@ class Given(nn.Module):
         return sum((getattr(self, name) * grad).sum() for name, grad in grads.items())
 
 
+def register(model, rule=None, **options):
+    """``gradcomp.register`` with every step checked, unless a test counts bytes."""
+    return gradcomp.register(model, rule, **{"check": True, **options})
+
+
 def given_ddp(parameters, rule, values="fp32", overrides=None, ddp=None, **options):
     """A DDP model of :class:`Given`, and its handle; the rule is for every parameter unless overridden."""
     model = DistributedDataParallel(Given(**parameters), **(ddp or {}))
-    handle = gradcomp.register(model, overrides=overrides or {"*": rule}, values=values, **options)
+    handle = register(model, overrides=overrides or {"*": rule}, values=values, **options)
     return model, handle
 
 

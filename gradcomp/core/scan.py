@@ -1,6 +1,6 @@
 """One pass over a flat CPU tensor, in chunks that stay in the cache.
 
-The tensor scanned is ``residual + data``: it is formed a chunk at a time, in fp32 (fp64 for fp64 and integer data scanned on its
+The tensor scanned is ``residual + unscale * data``: it is formed a chunk at a time, in fp32 (fp64 for fp64 and integer data scanned on its
 own), and never stored. numpy does the work because its kernels on cached chunks are several times faster than torch's on one
 thread; torch converts what numpy has no type for (bf16).
 """
@@ -32,21 +32,22 @@ def _buffer(key: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 class Accumulation:
-    """``acc = residual + data`` of one flat tensor, formed when asked for.
+    """``acc = residual + unscale * data`` of one flat tensor, formed when asked for.
 
     Args:
         data: 1-D CPU tensor [N], any real dtype.
         residual: 1-D fp32 CPU tensor [N] or None for zeros. With a residual the sum is rounded to fp32; without one, fp64 and
             integer data are scanned as fp64 unless ``fp32`` is set.
         fp32: scan in fp32 whatever the data's dtype.
+        unscale: what brings the data to the residual's units: 1 / loss scale. Exact for powers of two, else rounded once more.
     """
 
-    def __init__(self, data: torch.Tensor, residual: torch.Tensor | None = None, *, fp32: bool = False) -> None:
+    def __init__(self, data: torch.Tensor, residual: torch.Tensor | None = None, *, fp32: bool = False, unscale: float = 1.0) -> None:
         self._data = data.detach()
+        self._unscale = unscale
         self._residual = None if residual is None else residual.numpy()
         narrow = fp32 or residual is not None or data.dtype in (torch.float32, torch.float16, torch.bfloat16)
         self.dtype = np.dtype(np.float32 if narrow else np.float64)
-        self._direct = data.dtype == (torch.float32 if narrow else torch.float64)
 
     def __len__(self) -> int:
         return self._data.numel()
@@ -54,11 +55,13 @@ class Accumulation:
     def part(self, start: int, stop: int, step: int = 1) -> Floats:
         """Elements start:stop:step. Valid until the next call on this thread; may alias the data: do not write to it."""
         data = self._data[start:stop:step]
+        if self._unscale != 1.0:
+            data = data.to(torch.float64 if data.dtype == torch.float64 else torch.float32) * self._unscale
         size = data.numel()
         residual = None if self._residual is None else self._residual[start:stop:step]
         out = _buffer("part", self.dtype)[:size] if size <= CHUNK else np.empty(size, self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found by whoever looks for what is not finite
-            if self._direct:
+            if data.dtype == (torch.float32 if self.dtype == np.float32 else torch.float64):
                 values: Floats = data.numpy()
                 return values if residual is None else np.add(residual, values, out=out)
             if residual is not None and data.dtype == torch.float64:
@@ -71,7 +74,7 @@ class Accumulation:
         """The elements at ``indices``, in a new array."""
         at = torch.from_numpy(indices)
         residual = None if self._residual is None else torch.from_numpy(self._residual)[at]
-        return Accumulation(self._data[at], residual, fp32=self.dtype == np.float32).whole()
+        return Accumulation(self._data[at], residual, fp32=self.dtype == np.float32, unscale=self._unscale).whole()
 
     def chunks(self) -> Iterator[tuple[int, Floats]]:
         """(start, elements) over the whole tensor, in order."""

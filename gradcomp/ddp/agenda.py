@@ -6,6 +6,7 @@ An announcement takes effect two steps after the step whose headers carried it: 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gradcomp.ddp.coo import CooFlight
 from gradcomp.ddp.flight import Flight
 from gradcomp.ddp.payload import FLUSH, REMOVE
 from gradcomp.ddp.plan import capacity_for
@@ -41,7 +42,7 @@ class Agenda:
         """Give ``name`` its first two capacities, from what the ranks wanted at most."""
         self._capacity[name] = (capacity_for(numel, wanted),) * 2
 
-    def advance(self, flights: Iterable[Flight], *, announced: int, bad: bool) -> None:
+    def advance(self, flights: Iterable[Flight | CooFlight], *, announced: int, bad: bool) -> None:
         """Complete a step. ``flights``: every bucket's; ``announced``: the flags that this rank put into its headers."""
         flags, rest, carried = 0, False, False
         for flight in flights:

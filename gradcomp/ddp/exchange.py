@@ -17,6 +17,9 @@ from gradcomp.ddp.traffic import Counters, gather_bytes, ring_bytes
 # torch 2.13 renames the flat gather and deprecates the old name.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+COO_METADATA_BYTES = 72
+"""What gloo's sparse all-reduce gathers first: nine 64-bit numbers."""
+
 
 class Exchange:
     """Collectives of one process group, counted.
@@ -65,6 +68,29 @@ class Exchange:
             One ring all-reduce, ``2(W-1)/W * bytes`` sent and received a rank.
         """
         size = ring_bytes(self.world_size, tensor.numel() * tensor.element_size())
+        start = time.perf_counter()
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        self._counters.add(sent_bytes=size, received_bytes=size)
+        return self._timed(work, start, tensor)
+
+    def coo_bytes(self, tensor: torch.Tensor) -> int:
+        """Bytes one rank puts on the wire for :meth:`ring_coo`."""
+        indices, values = tensor._indices(), tensor._values()
+        return gather_bytes(self.world_size, COO_METADATA_BYTES + 8 * indices.numel() + values.element_size() * values.numel())
+
+    def ring_coo(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Start an all-reduce (sum) of a sparse COO tensor in place.
+
+        Returns:
+            A future of the same tensor, which is then coalesced.
+
+        Mutates: ``tensor``.
+
+        Communication:
+            gloo gathers shapes, indices and values, each rank's as long as they are: on average over the ranks ``(W-1)`` times the
+            bytes of ``tensor``, which is what is counted.
+        """
+        size = self.coo_bytes(tensor)
         start = time.perf_counter()
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         self._counters.add(sent_bytes=size, received_bytes=size)

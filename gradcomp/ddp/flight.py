@@ -10,6 +10,16 @@ from gradcomp.core.scan import Accumulation, Floats
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.payload import Arrival, Released, unpack
 from gradcomp.ddp.plan import Piece, Plan, ring_limit
+from gradcomp.ddp.traffic import ring_bytes
+
+
+def scaled(values: Floats, loss_scale: float) -> Floats:
+    """Values in the residual's units, in the gradient's; what overflows saturates on the wire."""
+    if loss_scale == 1.0:
+        return values
+    with np.errstate(over="ignore"):
+        product: Floats = values * values.dtype.type(loss_scale)
+    return product
 
 
 class Flight:
@@ -20,15 +30,18 @@ class Flight:
         step: the step's number.
         exchange: of the ranks.
         buffer: the bucket's own buffer [N], which holds the local gradients until :meth:`fill` or :meth:`spoil`.
+        loss_scale: what the gradients, and so what travels, are multiplied by beside the residuals.
     """
 
-    def __init__(self, plan: Plan, step: int, exchange: Exchange, buffer: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, step: int, exchange: Exchange, buffer: torch.Tensor, loss_scale: float) -> None:
         self.plan = plan
         self.arrivals: list[Arrival] = []
+        self.rank = exchange.rank
         self._step = step
-        self._rank = exchange.rank
         self._world_size = exchange.world_size
         self._scale = 1.0 / exchange.world_size
+        self.loss_scale = loss_scale
+        self.unscale = 1.0 / loss_scale
         self._buffer = buffer.detach()
         self._ring: torch.Tensor | None = None
         self._ring_finite = True
@@ -46,22 +59,19 @@ class Flight:
         The buffer itself where no payload is gathered; else a new tensor, so that the local gradients stay. ``in_place`` names the
         parameters whose gradients accumulated in the buffer itself.
         """
-        if not self.plan.header:
+        if not self.plan.rings:
+            return None
+        whole = not self.plan.header
+        self._ring = self._buffer if whole else torch.cat([self._ring_part(piece, sums[piece.name]) for piece in self.plan.rings])
+        for piece, part in zip(self.plan.rings, torch.split(self._ring, [piece.numel for piece in self.plan.rings])):
             # x / 3 is not x * (1 / 3): divided where plain DDP divides, scaled where it scales.
-            divided = [piece for piece in self.plan.pieces if piece.name in in_place]
-            kept = [piece.part(self._buffer).clone() for piece in divided]
-            self._ring = self._buffer.mul_(self._scale)
-            for piece, gradient in zip(divided, kept):
-                piece.part(self._buffer).copy_(gradient.div_(self._world_size))
-        elif self.plan.rings:
-            parts = [self._ring_part(piece, sums[piece.name]) for piece in self.plan.rings]
-            self._ring = torch.cat(parts).mul_(self._scale)
+            part.div_(self._world_size) if piece.name in in_place else part.mul_(self._scale)
         return self._ring
 
     def _ring_part(self, piece: Piece, acc: Accumulation) -> torch.Tensor:
         if not piece.tracked:
             return piece.part(self._buffer).to(self._ring_dtype)
-        sent = torch.from_numpy(acc.whole())
+        sent = torch.from_numpy(scaled(acc.whole(), self.loss_scale))
         limit = ring_limit(piece.dtype)  # what is beyond stays in the residual
         return (sent if limit is None else sent.clamp(-limit, limit)).to(self._ring_dtype)
 
@@ -116,17 +126,17 @@ class Flight:
         held_back = self.held_back
         for position, piece in self._by_payload():
             if piece.tracked:
-                own = self.arrivals[self._rank].released[position]
+                own = self.arrivals[self.rank].released[position]
                 values = None if held_back[piece.name] else own.values
-                feedback.keep(piece.name, piece.part(self._buffer), own.indices, values)
+                feedback.keep(piece.name, piece.part(self._buffer), own.indices, values, self.unscale)
         for piece in self.plan.rings:
             if piece.tracked and held_back[piece.name]:
-                feedback.keep(piece.name, piece.part(self._buffer), None, None)
+                feedback.keep(piece.name, piece.part(self._buffer), None, None, self.unscale)
             elif piece.tracked and self._buffer.dtype.itemsize >= 4:
                 feedback.clear(piece.name)
             elif piece.tracked:
-                sent = self._ring_part(piece, feedback.accumulate(piece.name, piece.part(self._buffer)))
-                feedback.keep(piece.name, piece.part(self._buffer), None, sent.float().numpy())
+                sent = self._ring_part(piece, feedback.accumulate(piece.name, piece.part(self._buffer), self.unscale))
+                feedback.keep(piece.name, piece.part(self._buffer), None, sent.float().numpy(), self.unscale)
 
     def fill(self) -> None:
         """A good step: put the mean gradient into the buffer. Mutates the buffer."""
@@ -155,9 +165,19 @@ class Flight:
         self._ring = None
 
     @property
+    def dense_bytes(self) -> int:
+        """What plain DDP would have sent."""
+        return ring_bytes(self._world_size, self._buffer.numel() * self._buffer.element_size())
+
+    @property
+    def elements(self) -> int:
+        """Gradient elements reduced."""
+        return self._buffer.numel()
+
+    @property
     def sent(self) -> dict[str, int]:
         """By parameter, the elements that this rank sent, by whatever way."""
         sizes = {piece.name: piece.numel for piece in self.plan.rings}
         if self.arrivals:
-            sizes |= {part.piece.name: part.values.size for part in self.arrivals[self._rank].released}
+            sizes |= {part.piece.name: part.values.size for part in self.arrivals[self.rank].released}
         return sizes

@@ -10,10 +10,12 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from gradcomp.core.rules import describe
 from gradcomp.core.scan import Accumulation, keep_largest
 from gradcomp.core.selection import Found, select
-from gradcomp.ddp.flight import Flight
+from gradcomp.ddp.coo import CooFlight
+from gradcomp.ddp.flight import Flight, scaled
 from gradcomp.ddp.payload import NOTHING, Chosen, pack
 from gradcomp.ddp.plan import Piece, Plan, ring_limit
 from gradcomp.ddp.state import SparseState
+from gradcomp.ddp.step import Step
 from gradcomp.errors import GradcompError
 
 
@@ -22,7 +24,7 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
 
     Args:
         state: a :class:`gradcomp.SparseState` made for the model's network.
-        bucket: DDP's bucket of local gradients, any real floating dtype, on the CPU.
+        bucket: DDP's bucket of local gradients, any floating dtype, dense or sparse COO, on the CPU.
 
     Returns:
         A future of the bucket's buffer holding the mean over ranks of what was released; all futures of a backward pass complete
@@ -46,25 +48,25 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
 
 
 def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if bucket.buffer().layout != torch.strided:
-        raise ValueError("sparse gradients, as of Embedding(sparse=True), are not supported so far: use sparse=False")
     step = state.step_of(bucket)
-    layout = state.layout_of(bucket)
+    layout = state.layouts.of(bucket)
     buffer = bucket.buffer().detach()
+    if buffer.layout != torch.strided:
+        return _send_coo(state, bucket, step, layout)
 
     # 1. Accumulate: residual + gradient, formed chunk by chunk when read; both stay untouched until the step completes.
-    sums = {piece.name: state.accumulate(piece, piece.part(buffer)) for piece in layout}
+    sums = {piece.name: state.accumulate(piece, piece.part(buffer), step.unscale) for piece in layout}
 
     # 2. Select, by parameter. Rules that do not fix their count go first: what the ranks want decides how parameters travel.
     with state.timed("select_s"):
         found = {piece.name: _select(piece, sums[piece.name], buffer) for piece in layout if piece.sized_by_history}
-    state.size(layout, {name: int(np.isfinite(part.values).sum()) for name, part in found.items()})
-    plan = state.plan_of(layout, flush=step.flush)
-    flight = Flight(plan, step.number, state.exchange, buffer)
+    state.layouts.size(layout, {name: int(np.isfinite(part.values).sum()) for name, part in found.items()})
+    plan = state.layouts.plan(layout, flush=step.flush)
+    flight = Flight(plan, step.number, state.exchange, buffer, step.loss_scale)
 
     if plan.header:
         with state.timed("select_s"):
-            chosen = [_choose(piece, plan, sums[piece.name], found.get(piece.name), buffer) for piece in plan.pieces]
+            chosen = [_choose(piece, plan, sums[piece.name], found.get(piece.name), buffer, step) for piece in plan.pieces]
 
         # 3. Encode, into a buffer whose size every rank knows. 4. Account: what a rank releases is what its own bytes decode to,
         # so nothing is subtracted here; the payload comes back with the others.
@@ -90,7 +92,15 @@ def _select(piece: Piece, acc: Accumulation, buffer: torch.Tensor) -> Found:
         raise GradcompError(f"the rule {describe(piece.rule)} failed on parameter {piece.name}: {error!r}") from error
 
 
-def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor) -> Chosen:
+def _send_coo(state: SparseState, bucket: GradBucket, step: Step, layout: tuple[Piece, ...]) -> torch.futures.Future[torch.Tensor]:
+    """A gradient that is a sparse tensor already goes as in plain DDP, inside the step's gate like all others."""
+    plan = Plan(layout, "fp32", flush=False, report=False)
+    flight = CooFlight(plan, state.exchange, bucket.buffer())
+    step.watch(state.exchange.ring_coo(flight.ring), flight.receive_ring)
+    return step.board(flight, is_last=bucket.is_last())
+
+
+def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor, step: Step) -> Chosen:
     """What this rank sends of one piece, and what its header says about it."""
     zero = piece.tracked and acc.is_zero()
     wanted = 0 if found is None else found.indices.size
@@ -98,10 +108,11 @@ def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, bu
         indices, values, finite = found or _select(piece, acc, buffer)
         wanted = indices.size
         indices, values = keep_largest(indices, values, piece.capacity)
-        return Chosen(indices, values, wanted, zero, finite)
+        return Chosen(indices, scaled(values, step.loss_scale), wanted, zero, finite)
     flushed = plan.flush and piece.tracked
     values = acc.whole() if piece.travel == "ride" or plan.report or flushed else NOTHING.values
     finite = bool(np.isfinite(values).all()) and (found is None or found.finite)
+    values = scaled(values, step.loss_scale)
     # Without a local gradient all of it may have to stay; with one, what half precision cannot hold.
     limit = 0.0 if zero else ring_limit(piece.dtype)
     rest = flushed and limit is not None and bool((np.abs(values) > limit).any())

@@ -1,6 +1,7 @@
 """The parameters of a network: their names, shapes, strides and dtypes. Holds the network, and every parameter, weakly."""
 
 import re
+import sys
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,23 +20,46 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         module = inner
 
 
+def real_like(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device with the shape, strides and dtype of the parameter's gradient in DDP's buckets.
+
+    Complex gradients lie there as pairs of real numbers: one dimension more, of two.
+    """
+    like = torch.empty_like(parameter, device="meta")
+    return torch.view_as_real(like) if like.is_complex() else like
+
+
+def _refuse_sharded(module: torch.nn.Module) -> None:
+    """Raise where not every rank has all of every parameter: DDP's hooks, and error feedback by rank, need that."""
+    sharded, placed = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
+    for part in module.modules() if sharded else ():
+        if isinstance(part, sharded.FullyShardedDataParallel):  # type: ignore[union-attr]
+            raise ValueError("module must not be sharded by FullyShardedDataParallel: wrap it in DistributedDataParallel instead")
+    for name, parameter in module.named_parameters() if placed else ():
+        if isinstance(parameter, placed.DTensor):  # type: ignore[union-attr]
+            raise ValueError(f"parameter {name} must be a plain tensor, got a DTensor: use DistributedDataParallel, without fully_shard")
+
+
 class Network:
     """Names of parameters, and what their gradients look like.
 
     Attributes:
-        shapes: name -> a tensor on the meta device with the shape, strides (those of DDP's bucket views too) and dtype.
+        shapes: name -> a tensor on the meta device, as :func:`real_like` makes it.
+        complex: names of the parameters that are complex.
         trained: names of the parameters that require gradients.
         in_place: names of those whose gradients accumulate in their bucket's buffer, as far as that is watched.
 
     Raises:
-        ValueError: not a module, no parameters, or one that is complex or not on the CPU.
+        ValueError: not a module, sharded, without parameters, or with one that is not on the CPU.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         if not isinstance(module, torch.nn.Module):
             raise ValueError(f"module must be a torch.nn.Module, got a {type(module).__name__}")
+        _refuse_sharded(module)
         self._names = WeakTensorKeyDictionary()
         self.shapes: dict[str, torch.Tensor] = {}
+        self.complex: set[str] = set()
         self.trained: set[str] = set()
         self.in_place: frozenset[str] = frozenset()
         self._buckets: set[int] = set()
@@ -46,9 +70,18 @@ class Network:
         if not self.shapes:
             raise ValueError(f"module must have parameters, got a {type(module).__name__} without any")
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that are still alive, by name, in no order."""
+        return {name: parameter for parameter, name in self._names.items()}  # type: ignore[no-untyped-call]
+
+    def shape_of(self, name: str) -> torch.Size:
+        """A parameter's own shape."""
+        shape = self.shapes[name].shape
+        return shape[:-1] if name in self.complex else shape
+
     def look_again(self) -> None:
         """Note how the parameters are now: the network may have been cast since."""
-        for parameter, name in self._names.items():  # type: ignore[no-untyped-call]
+        for name, parameter in self.parameters().items():
             self._see(name, parameter)
 
     def remember_gradients(self) -> None:
@@ -56,7 +89,7 @@ class Network:
 
         (DDP may rebuild its buckets in the forward pass; gradients that lie in them move along.)
         """
-        held = ((name, parameter.grad) for parameter, name in self._names.items())  # type: ignore[no-untyped-call]
+        held = ((name, parameter.grad) for name, parameter in self.parameters().items())
         lying = ((name, grad.untyped_storage().data_ptr()) for name, grad in held if grad is not None)
         self.in_place = frozenset(name for name, pointer in lying if pointer in self._buckets)
 
@@ -74,11 +107,11 @@ class Network:
         return str(self._names[parameter])
 
     def _see(self, name: str, parameter: torch.Tensor) -> None:
-        self.shapes[name] = torch.empty_like(parameter, device="meta")
+        self.shapes[name] = real_like(parameter)
+        if parameter.is_complex():
+            self.complex.add(name)
         if not parameter.requires_grad:
             return
         self.trained.add(name)
         if parameter.device.type != "cpu":
             raise ValueError(f"parameter {name} must be on the CPU, the only device supported so far, got {parameter.device}")
-        if parameter.is_complex():
-            raise ValueError(f"parameter {name} must be real, complex ones are not supported so far, got {parameter.dtype}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.rules import AnyRule
@@ -19,15 +20,18 @@ def register(
     values: str = "bf16",
     warmup_steps: int = 0,
     warmup_density: float = 0.25,
+    grad_scaler: torch.amp.GradScaler | None = None,
     on_nonfinite: str = "propagate",
     fallback: str = "dense",
+    check: bool = False,
 ) -> Handle:
     """Register the sparsifying hook on a DDP model; train as before.
 
     Args:
-        ddp_model: a ``DistributedDataParallel`` without a hook, its parameters real and on the CPU.
+        ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU.
         rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
-        overrides, values, warmup_steps, warmup_density, on_nonfinite, fallback: as for :class:`gradcomp.SparseState`.
+        overrides, values, warmup_steps, warmup_density, grad_scaler, on_nonfinite, fallback, check: as for
+            :class:`gradcomp.SparseState`.
 
     Returns:
         The handle: traffic, residuals, ``state_dict``, ``flush`` and ``remove``.
@@ -40,7 +44,9 @@ def register(
         None here; see :class:`gradcomp.SparseState` for a step's.
     """
     if not isinstance(ddp_model, DistributedDataParallel):
-        raise ValueError(f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}")
+        text = f"ddp_model must be a torch.nn.parallel.DistributedDataParallel, got {type(ddp_model).__name__}"
+        sharded = ": a sharded model has no gradient that all ranks share; wrap the network in DistributedDataParallel instead"
+        raise ValueError(text + (sharded if "FullySharded" in text or "FSDP" in text else ""))
     if getattr(ddp_model, "mixed_precision", None) is not None:
         raise ValueError("ddp_model must not use mixed_precision=, which takes DDP's only hook; use torch.autocast instead")
     state = SparseState(
@@ -50,8 +56,10 @@ def register(
         values=values,
         warmup_steps=warmup_steps,
         warmup_density=warmup_density,
+        grad_scaler=grad_scaler,
         on_nonfinite=on_nonfinite,
         fallback=fallback,
+        check=check,
         group=ddp_model.process_group,
     )
     state.connect()
@@ -63,5 +71,5 @@ def register(
         raise GradcompError("ddp_model has a communication hook already, and DDP takes one in a model's life") from error
     if ddp_model.gradient_as_bucket_view and state.exchange.world_size & (state.exchange.world_size - 1):
         # Only then, and where W is no power of two, is it seen in the bits how plain DDP divides by W.
-        ddp_model.register_forward_pre_hook(lambda module, inputs: state.watch_gradients())
+        ddp_model.register_forward_pre_hook(state.watch_gradients)
     return state

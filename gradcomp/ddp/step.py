@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from gradcomp.ddp.coo import CooFlight
 from gradcomp.ddp.flight import Flight
 from gradcomp.ddp.lastcalls import at_exit_wait_for
 
@@ -19,17 +20,26 @@ class Step:
         number: the step's number, equal on all ranks.
         flags: what this rank announces in its headers.
         flush: whether every residual is sent whole.
+        loss_scale: what the step's losses were multiplied by, as far as residuals are not.
         complete: called once, on the thread that finds everything decoded, before DDP gets anything; it may raise.
         failed: called once with the step's error, if it has one.
     """
 
     def __init__(
-        self, number: int, *, flags: int, flush: bool, complete: "Callable[[Step], None]", failed: Callable[[Exception], None]
+        self,
+        number: int,
+        *,
+        flags: int,
+        flush: bool,
+        complete: "Callable[[Step], None]",
+        failed: Callable[[Exception], None],
+        loss_scale: float = 1.0,
     ) -> None:
         self.number = number
         self.flags = flags
         self.flush = flush
-        self.flights: list[Flight] = []
+        self.loss_scale = loss_scale
+        self.flights: list[Flight | CooFlight] = []
         self.error: Exception | None = None
         self._complete = complete
         self._failed = failed
@@ -37,6 +47,11 @@ class Step:
         self._lock = threading.Lock()
         self._pending = 1  # the hook itself, until the last bucket has been issued
         self._open = True
+
+    @property
+    def unscale(self) -> float:
+        """What brings gradients to the residuals' units."""
+        return 1.0 / self.loss_scale
 
     def watch(self, future: torch.futures.Future[T], receive: Callable[[T], None]) -> None:
         """Have ``receive`` called with the future's result; the step waits for it. Its errors become the step's."""
@@ -62,7 +77,7 @@ class Step:
         self._failed(error)
         self._gate.set_result(None)
 
-    def board(self, flight: Flight, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+    def board(self, flight: Flight | CooFlight, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
         """Take a bucket's flight, issued in full, into the step.
 
         Returns:

@@ -2,9 +2,14 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradcomp.ddp.coo import CooFlight
+    from gradcomp.ddp.flight import Flight
 
 
 def ring_bytes(world_size: int, num_bytes: int) -> int:
@@ -123,10 +128,23 @@ class Counters:
         finally:
             self.add(**{name: time.perf_counter() - start})
 
-    def finish_step(self, *, bad: bool, sparse_parameters: int, parameters: int) -> None:
-        """Count a completed step."""
+    def finish_step(self, flights: "Iterable[Flight | CooFlight]", *, bad: bool) -> dict[str, float]:
+        """Count a completed step of these buckets; by parameter, the fraction of it that was sent."""
+        sparse = 0
+        densities: dict[str, float] = {}
+        for flight in flights:
+            sent, pieces = flight.sent, flight.plan.pieces
+            self.add(
+                dense_bytes=flight.dense_bytes,
+                payload_bytes=flight.plan.payload_bytes,
+                elements=flight.elements,
+                sent_elements=sum(sent.values()),
+            )
+            sparse += len(flight.plan.sparse)
+            densities |= {piece.name: sent[piece.name] / max(1, piece.numel) for piece in pieces}
         self.add(steps=1, bad_steps=int(bad))
-        self._last = (sparse_parameters, parameters)
+        self._last = (sparse, len(densities))
+        return densities
 
     def snapshot(self) -> Traffic:
         """The sums as they are now."""

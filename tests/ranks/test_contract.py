@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import Mixed, loss_of, mixed_ddp, tokens
+from nets import Mixed, loss_of, mixed_ddp, register, tokens
 from ranks import run_ranks
 from reference import Ranks, threshold_indices, top_k_indices
 
@@ -30,7 +30,7 @@ def train(rank, rule, values, world_size, steps):
     torch.manual_seed(0)
     probe = Mixed()  # never wrapped: its backward passes give the local gradients
     model = mixed_ddp()
-    handle = gradcomp.register(model, overrides={"*": RULES[rule]}, values=values, fallback="never")
+    handle = register(model, overrides={"*": RULES[rule]}, values=values, fallback="never")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     names = [name for name, _ in probe.named_parameters()]
     history = []
@@ -74,7 +74,7 @@ def test_against_the_oracle_bit_for_bit(rule, values, world_size):
 def twins(rank, rule, values, world_size, options, steps, set_to_none=True):
     """Train the hooked model beside plain DDP; the first step at which they differ, or None."""
     plain, hooked = mixed_ddp(**options), mixed_ddp(**options)
-    handle = gradcomp.register(hooked, overrides={"*": rule}, values=values)
+    handle = register(hooked, overrides={"*": rule}, values=values)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (plain, hooked)]
     for step in range(steps):
         for model, optimizer in zip((plain, hooked), optimizers):
@@ -115,7 +115,7 @@ def test_density_one_is_plain_ddp_where_gradients_are_bucket_views(world_size):
 
 def dense_default(rank):
     model = mixed_ddp()
-    handle = gradcomp.register(model, gradcomp.TopK(0.01))
+    handle = register(model, gradcomp.TopK(0.01))
     for step in range(4):
         model.zero_grad()
         loss_of(model, tokens(rank, step)).backward()

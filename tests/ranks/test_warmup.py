@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import Mixed, given_ddp, loss_of, mixed_ddp, tokens
+from nets import Mixed, given_ddp, loss_of, mixed_ddp, register, tokens
 from ranks import run_ranks
 from reference import Ranks, top_k_indices
 
@@ -41,7 +41,7 @@ def test_the_density_follows_its_schedule(options, expected):
 def against_oracle(rank):
     torch.manual_seed(0)
     probe, model = Mixed(), mixed_ddp()
-    handle = gradcomp.register(model, overrides={"*": gradcomp.TopK(0.02)}, values="sign", fallback="never", warmup_steps=3)
+    handle = register(model, overrides={"*": gradcomp.TopK(0.02)}, values="sign", fallback="never", warmup_steps=3)
     history = []
     for step in range(STEPS):
         probe.zero_grad()
@@ -73,13 +73,13 @@ def resumed(rank):
     runs = []
     for interrupted in (False, True):
         model = mixed_ddp()
-        handle = gradcomp.register(model, gradcomp.TopK(0.01), warmup_steps=5)
+        handle = register(model, gradcomp.TopK(0.01), warmup_steps=5)
         for step in range(STEPS):
             if interrupted and step == 3:
                 state, weights = handle.state_dict(), model.module.state_dict()
                 model = mixed_ddp()
                 model.module.load_state_dict(weights)
-                handle = gradcomp.register(model, gradcomp.TopK(0.01), warmup_steps=5)
+                handle = register(model, gradcomp.TopK(0.01), warmup_steps=5)
                 handle.load_state_dict(state)
             model.zero_grad()
             loss_of(model, tokens(rank, step)).backward()
