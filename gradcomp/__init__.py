@@ -4,6 +4,7 @@ from gradcomp.core import codec, schedule
 from gradcomp.core.rules import Dense, Threshold, TopK
 from gradcomp.core.selection import Selection, compress, compress_gradients, decompress, decompress_gradients
 from gradcomp.ddp.analysis import Analysis
+from gradcomp.ddp.folder import load, save
 from gradcomp.ddp.handle import Handle
 from gradcomp.ddp.hook import sparse_hook
 from gradcomp.ddp.register import register
@@ -32,7 +33,9 @@ __all__ = [
     "compress_gradients",
     "decompress",
     "decompress_gradients",
+    "load",
     "register",
+    "save",
     "schedule",
     "sparse_hook",
 ]

@@ -11,7 +11,7 @@ from gradcomp.ddp.payload import FLUSH, REMOVE
 FORMAT = 1
 """Version of the state's layout."""
 
-_KEYS = ("format", "rank", "world_size", "step", "residual", "capacity", "announce", "flush_at", "remove_at", "removed")
+_KEYS = ("format", "rank", "world_size", "parameters", "step", "residual", "capacity", "announce", "flush_at", "remove_at", "removed")
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange: Exchange | None) -> None:
@@ -34,6 +34,9 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange
         for key, own in (("world_size", exchange.world_size), ("rank", exchange.rank)):
             if state[key] is not None and state[key] != own:
                 raise ValueError(f"state[{key!r}] must be this process's {own}, got {state[key]}: residuals belong to their rank")
+    own_shapes = {name: list(like.shape) for name, like in shapes.items()}
+    if state["parameters"] != own_shapes:
+        raise ValueError(f"state['parameters'] must be those of the model, {_difference(state['parameters'], own_shapes)}")
     for part in ("residual", "capacity"):
         if not isinstance(state[part], Mapping):
             raise ValueError(f"state[{part!r}] must map parameter names, got a {type(state[part]).__name__}")
@@ -46,6 +49,15 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange
         numel = shapes[name].numel()
         if not (isinstance(sizes, (list, tuple)) and len(sizes) == 2 and all(_is_count(size) and size <= numel for size in sizes)):
             raise ValueError(f"state['capacity'][{name!r}] must be two integers in 0..{numel}, got {sizes!r}")
+
+
+def _difference(saved: object, own: Mapping[str, list[int]]) -> str:
+    """The first few names of which only one side knows, or knows another shape."""
+    if not isinstance(saved, Mapping):
+        return f"got a {type(saved).__name__}"
+    pairs = [(name, saved.get(name, "nothing"), own.get(name, "nothing")) for name in sorted({*saved, *own})]
+    listed = [f"{name}: {theirs} instead of {ours}" for name, theirs, ours in pairs if theirs != ours]
+    return "got " + ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 def _is_count(value: object) -> bool:

@@ -30,7 +30,7 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, counters: Counters) -> None:
-        self._group = group
+        self.group = group
         self._counters = counters
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -51,7 +51,7 @@ class Exchange:
         out = torch.empty(self.world_size * payload.numel(), dtype=torch.uint8)
         size = gather_bytes(self.world_size, payload.numel())
         start = time.perf_counter()
-        work = _all_gather_flat(out, payload, group=self._group, async_op=True)
+        work = _all_gather_flat(out, payload, group=self.group, async_op=True)
         self._counters.add(sent_bytes=size, received_bytes=size)
         # The gloo future holds a list of its own: close over the output instead.
         return self._timed(work, start, out.view(self.world_size, -1))
@@ -69,7 +69,7 @@ class Exchange:
         """
         size = ring_bytes(self.world_size, tensor.numel() * tensor.element_size())
         start = time.perf_counter()
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
         self._counters.add(sent_bytes=size, received_bytes=size)
         return self._timed(work, start, tensor)
 
@@ -92,7 +92,7 @@ class Exchange:
         """
         size = self.coo_bytes(tensor)
         start = time.perf_counter()
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
         self._counters.add(sent_bytes=size, received_bytes=size)
         return self._timed(work, start, tensor)
 

@@ -1,6 +1,6 @@
 """What a user holds of a registered hook: its traffic, its residuals, its switches and its state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -85,14 +85,15 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for an exact resume on the same rank. A copy; passes ``torch.load(weights_only=True)``.
 
-        Keys: ``format``, ``rank`` and ``world_size`` (None outside a process group), ``step``, ``residual`` (name -> fp32 tensor
-        in the parameter's shape), ``capacity``, and what is announced but not yet done.
+        Keys: ``format``, ``rank`` and ``world_size`` (None outside a process group), ``parameters`` (name -> shape), ``step``,
+        ``residual`` (name -> fp32 tensor in the parameter's shape), ``capacity``, and what is announced but not yet done.
         """
         exchange = self._resolve()
         return {
             "format": checkpoint.FORMAT,
             "rank": exchange.rank if exchange else None,
             "world_size": exchange.world_size if exchange else None,
+            "parameters": {name: list(like.shape) for name, like in self._shapes.items()},
             "residual": {name: self.residual(name) for name in self._shapes if name in self._feedback},
             **self._agenda.state_dict(),
         }
@@ -106,13 +107,19 @@ class Handle:
             ValueError: another format, rank or world size, a field of another type, or residuals that do not fit the model.
             DesyncError: after the first step, where another rank refuses its state or has one of another step.
         """
+        self._load(lambda: state, together=self._has_run())
+
+    def _load(self, read: Callable[[], Mapping[str, Any]], *, together: bool) -> None:
+        """Take over the state that ``read`` returns; ``together``: on all ranks or on none."""
         exchange = self._resolve()
+        state: Mapping[str, Any] = {}
         refusal = None
         try:
+            state = read()
             checkpoint.check(state, self._shapes, exchange)
         except ValueError as error:
             refusal = error
-        if exchange is not None and self._has_run():
+        if exchange is not None and together:
             # The ranks tell each other first: one that raised by itself would leave the others waiting.
             fits = {} if refusal else {key: repr(state[key]) for key in sorted(state) if key not in ("rank", "residual", "announce")}
             if refusal is None:

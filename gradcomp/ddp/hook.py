@@ -19,12 +19,13 @@ from gradcomp.ddp.step import Step
 from gradcomp.errors import GradcompError
 
 
-def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sparse_hook(state: SparseState, bucket: GradBucket, *unexpected: object) -> torch.futures.Future[torch.Tensor]:
     """Send the elements of a bucket that matter, keep the rest: register with ``model.register_comm_hook(state, sparse_hook)``.
 
     Args:
         state: a :class:`gradcomp.SparseState` made for the model's network.
         bucket: DDP's bucket of local gradients, any floating dtype, dense or sparse COO, on the CPU.
+        unexpected: nothing; FSDP passes more, and is told so.
 
     Returns:
         A future of the bucket's buffer holding the mean over ranks of what was released; all futures of a backward pass complete
@@ -39,6 +40,13 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     """
     if not isinstance(state, SparseState):
         raise ValueError(f"state must be a gradcomp.SparseState made for the network, got a {type(state).__name__}")
+    if unexpected or not hasattr(bucket, "buffer"):
+        given = f"{1 + len(unexpected)} argument(s), the first a {type(bucket).__name__}"
+        raise ValueError(
+            f"bucket must be a bucket of DistributedDataParallel's own reducer, got {given}: FullyShardedDataParallel and the python "
+            "reducer of torch.compile (torch._dynamo.config.optimize_ddp) have none; wrap the network in DistributedDataParallel and keep "
+            "its default reducer, compiled or not"
+        )
     try:
         with torch.no_grad(), torch.autocast(bucket.buffer().device.type, enabled=False):  # rules see and keep fp32
             return _send(state, bucket)
