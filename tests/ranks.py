@@ -70,8 +70,9 @@ def _collect(pipes, processes, deadline):
                         continue
                     if not ok:
                         failed.append((*value, rank))
-            _, text, rank = min(failed)
-            raise AssertionError(f"rank {rank} failed:\n{text}")
+            (_, text, rank), *others = sorted(failed)
+            beside = "".join(f"\nafter it rank {other} failed:\n{theirs}" for _, theirs, other in others)
+            raise AssertionError(f"rank {rank} failed:\n{text}{beside}")
     return [results[rank] for rank in range(len(pipes))]
 
 

@@ -226,7 +226,8 @@ class SparseState(Handle):
 
     def watch_gradients(self, *_: object) -> None:
         """To be called before every forward pass of a model with ``gradient_as_bucket_view``: see :meth:`in_place`."""
-        self._network.remember_gradients()
+        if self._shapes:  # a copied model calls its copied state, which has no network
+            self._network.remember_gradients()
 
     def in_place(self, bucket: GradBucket) -> frozenset[str]:
         """Parameters whose gradients accumulated in their bucket's own buffer, which plain DDP treats differently."""
