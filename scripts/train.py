@@ -12,9 +12,11 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--report", type=Path, help="folder for the record and the plot of all records in it")
     add("--name", help="name of this run in the report")
+    add("--checkpoint", type=Path, help="folder, shared by all ranks, for a checkpoint every --checkpoint-every steps")
+    add("--checkpoint-every", type=int, default=50)
+    add("--resume", action="store_true", help="continue from the newest whole checkpoint in --checkpoint, if there is one")
     args = parser.parse_args(argv)
     for field, low in (
         ("steps", 1),
@@ -68,6 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("d_model", 32),
         ("layers", 1),
         ("powersgd_rank", 1),
+        ("checkpoint_every", 1),
     ):
         if getattr(args, field) < low:
             parser.error(f"--{field.replace('_', '-')} must be at least {low}, got {getattr(args, field)}")
@@ -81,6 +87,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--name must be made of letters, digits and _.()=+-, got {args.name!r}")
     if args.report is not None and args.report.exists() and not args.report.is_dir():
         parser.error(f"--report must be a folder, {args.report} is a file")
+    if args.resume and args.checkpoint is None:
+        parser.error("--resume needs --checkpoint FOLDER to resume from")
+    if args.checkpoint is not None and args.hook == "powersgd":
+        parser.error("--checkpoint has no meaning with --hook powersgd, whose state torch does not save")
     unused = {"density": args.rule != "topk", "threshold": args.rule != "threshold", "warmup_steps": args.rule != "topk", "analyze": False}
     for field, of_another_rule in unused.items():
         if getattr(args, field) not in (None, 0, False) and (of_another_rule or args.hook != "gradcomp"):
@@ -157,16 +167,16 @@ class ByteModel(nn.Module):
         return F.cross_entropy(self.head(self.norm(self.blocks(hidden))).flatten(0, 1), targets.flatten())
 
 
-def batch_of(text: torch.Tensor, args: argparse.Namespace, generator: torch.Generator) -> torch.Tensor:
-    """Random sequences: int64 [batch, context + 1]."""
+def batch_of(text: torch.Tensor, args: argparse.Namespace, *seed: int) -> torch.Tensor:
+    """Random sequences: int64 [batch, context + 1]. Drawn anew from the seed, so that a resumed run sees what it would have seen."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
     starts = torch.randint(len(text) - args.context - 1, (args.batch,), generator=generator)
     return text[starts[:, None] + torch.arange(args.context + 1)]
 
 
 def validate(model: nn.Module, text: torch.Tensor, args: argparse.Namespace) -> float:
     """Mean loss over 16 fixed batches, shared out over the ranks."""
-    generator = torch.Generator().manual_seed(1)
-    batches = [batch_of(text, args, generator) for _ in range(16)]
+    batches = [batch_of(text, args, 1, number) for number in range(16)]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with torch.no_grad():
         total = sum((model(batch) for batch in batches[rank::world_size]), torch.zeros(()))
@@ -217,6 +227,42 @@ class Meter:
         }
 
 
+class Checkpoints:
+    """Whole checkpoints in a folder that all ranks share: the hook's state of every rank, and what is equal on all."""
+
+    def __init__(self, folder: Path, handle: gradcomp.Handle | None, net: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        self.folder = folder
+        self.handle = handle
+        self.parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
+
+    def save(self, step: int, curve: list[dict[str, Any]]) -> None:
+        """Save; a checkpoint is whole once it has its ``model.pt``. Older ones are deleted, all but the last."""
+        new = self.folder / f"step-{step:08d}"
+        new.mkdir(parents=True, exist_ok=True)
+        if self.handle is not None:
+            gradcomp.save(self.handle, new / "hook")
+        if dist.get_rank() == 0:
+            saved = {name: part.state_dict() for name, part in self.parts.items()}
+            torch.save(saved | {"curve": curve}, new / "model.pt.partial")
+            (new / "model.pt.partial").replace(new / "model.pt")
+            for old in sorted(self.folder.glob("step-*"))[:-2]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def resume(self) -> list[dict[str, Any]]:
+        """Load the newest whole checkpoint; the loss curve up to it, empty where there is none."""
+        found = [max(self.folder.glob("step-*/model.pt"), default=None)]
+        dist.broadcast_object_list(found)  # rank 0 decides
+        if found[0] is None:
+            return []
+        saved = torch.load(found[0], weights_only=True)
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name])
+        if self.handle is not None:
+            gradcomp.load(self.handle, found[0].parent / "hook")
+        curve: list[dict[str, Any]] = saved["curve"]
+        return curve
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the record of the run."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -237,29 +283,34 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, 0.05 + 0.475 * (1 + math.cos(math.pi * step / args.steps)))
     )
-    generator = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank sees its own data
-    curve: list[dict[str, Any]] = []
+    checkpoints = None if args.checkpoint is None else Checkpoints(args.checkpoint, meter.handle, net, optimizer, scheduler)
+    curve: list[dict[str, Any]] = checkpoints.resume() if checkpoints is not None and args.resume else []
+    resumed_at, before = len(curve), curve[-1] if curve else {"sent_bytes": 0, "seconds": 0.0}
     seconds: list[float] = []
     analysis = None
-    bar = tqdm(range(args.steps), desc=args.name, disable=rank != 0, file=sys.stderr, mininterval=1 if sys.stderr.isatty() else 10)
+    quiet = {"disable": rank != 0, "file": sys.stderr, "mininterval": 1 if sys.stderr.isatty() else 10}
+    bar = tqdm(range(resumed_at, args.steps), initial=resumed_at, total=args.steps, desc=args.name, **quiet)
     for step in bar:
         start = time.perf_counter()
         if args.analyze and meter.handle is not None and step == args.steps // 2:
             analysis = meter.handle.analyze()
         optimizer.zero_grad()
-        loss = model(batch_of(text[:split], args, generator))
+        loss = model(batch_of(text[:split], args, args.seed, rank, step))  # every rank sees its own data
         loss.backward()
         if args.clip:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         scheduler.step()
         seconds.append(time.perf_counter() - start)
-        traffic = meter.read(step + 1)
-        curve.append({"step": step + 1, "loss": loss.item(), "sent_bytes": traffic["sent_bytes"], "seconds": sum(seconds)})
+        traffic = meter.read(step + 1 - resumed_at)
+        so_far = {"sent_bytes": before["sent_bytes"] + traffic["sent_bytes"], "seconds": before["seconds"] + sum(seconds)}
+        curve.append({"step": step + 1, "loss": loss.item(), **so_far})
         if meter.handle is not None and step % max(1, args.steps // 40) == 0:
             curve[-1]["densities"] = meter.handle.densities
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", ratio=f"{traffic['ratio']:.1f}x", sent=f"{traffic['sent_bytes'] / 1e6:.2f} MB")
+        if checkpoints is not None and (step + 1) % args.checkpoint_every == 0:
+            checkpoints.save(step + 1, curve)
     val_loss = validate(net, text[split:], args)
     if rank == 0 and analysis is not None:
         print(analysis)
@@ -274,8 +325,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "parameters_numel": meter.numel,
         "loss": sum(point["loss"] for point in last) / len(last),
         "val_loss": val_loss,
-        "step_s": statistics.median(seconds[min(5, args.steps - 1) :]),
-        **meter.read(args.steps),
+        "step_s": statistics.median(seconds[min(5, len(seconds) - 1) :]) if seconds else 0.0,
+        "resumed_at": resumed_at,  # the traffic fields count from here
+        **meter.read(args.steps - resumed_at),
         "curve": curve,
     }
 

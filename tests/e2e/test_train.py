@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,8 @@ def test_the_hooks_beside_ours(hook):
         (["--name", "a/b"], "--name must be made of"),
         (["--report", "README.md"], "--report must be a folder"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--resume"], "--resume needs --checkpoint"),
+        (["--hook", "powersgd", "--checkpoint", "x"], "--checkpoint has no meaning with --hook powersgd"),
         (["--data", "nowhere"], "nowhere does not exist"),
         (["--d-model", "33"], "--d-model must be a multiple of 32, got 33"),
     ],
@@ -100,3 +104,61 @@ def test_a_wrong_command_line_is_explained(arguments, words):
     assert run.returncode == 2
     assert words in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def losses(folder):
+    return [(point["step"], point["loss"]) for point in json.loads((folder / "run.json").read_text())["curve"]]
+
+
+def workers_of(agent):
+    """Process ids of the training script's ranks."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it has gone meanwhile
+            continue
+        if parent == agent.pid:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def test_an_elastic_restart_continues_the_same_loss_curve(tmp_path):
+    """A worker is killed in the middle of the run; torchrun restarts the job, which resumes from the last checkpoint."""
+    steps = ["--steps", "60", "--checkpoint-every", "5", "--rule", "topk", "--density", "0.05", "--name", "run"]
+    small = [*SMALL[2:], *steps]
+    torchrun(2, *small, "--report", str(tmp_path / "straight"))
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
+    command += ["scripts/train.py", *small, "--report", str(tmp_path / "killed"), "--checkpoint", str(folder), "--resume"]
+    # Without it a restarted worker may read the addresses of the ones before it (pytorch/pytorch#135712).
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (tmp_path / "log").open("w") as log:
+        agent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(folder.glob("step-*/model.pt")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        victim = workers_of(agent)[-1]
+        os.kill(victim, signal.SIGKILL)
+        agent.wait(timeout=200)
+    finally:
+        agent.kill()
+        agent.wait()
+    text = (tmp_path / "log").read_text()
+    assert agent.returncode == 0, text
+    record = json.loads((tmp_path / "killed" / "run.json").read_text())
+    assert record["resumed_at"] >= 5, text
+    assert record["resumed_at"] % 5 == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
+    assert len(losses(tmp_path / "killed")) == 60
+
+
+def test_another_world_size_resumes(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    small = [*SMALL[2:], "--checkpoint", folder, "--checkpoint-every", "6", "--resume"]
+    torchrun(2, *small, "--steps", "6")
+    _, record = torchrun(1, *small, "--steps", "12")
+    assert (record["resumed_at"], record["world_size"]) == (6, 1)
+    _, record = torchrun(1, *small, "--steps", "12")
+    assert record["resumed_at"] == 12, "nothing left to do"

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import soak
 import torch
 from nets import given_ddp, reduced
 from ranks import run_ranks
@@ -158,3 +159,16 @@ def touches_after_a_bad_step(rank):
 
 def test_a_residual_touched_by_a_bad_step_is_found():
     assert run_ranks(2, touches_after_a_bad_step) == [True, True]
+
+
+def soaked(rank, seed, values):
+    record = soak.soak(120, seed, values, check=True, quiet=True)
+    return record["difference"], record["replicas_equal"], min(record[key] for key in ("bad", "skipped_inputs", "unused", "restarts"))
+
+
+@pytest.mark.parametrize(("seed", "values"), [(1, "bf16"), (3, "fp32")])
+def test_a_soak_under_random_faults_loses_nothing(seed, values):
+    for difference, equal, least in run_ranks(4, soaked, seed, values, timeout_s=120):
+        assert difference == 0
+        assert equal
+        assert least > 0, "every kind of fault has happened"
