@@ -19,7 +19,7 @@ def snippets(rank):
     ran = 0
     for snippet in SNIPPETS:
         model = mixed_ddp()
-        tokens = torch.zeros(1, 3, dtype=torch.int64)
+        tokens = names["inputs"] = torch.zeros(1, 3, dtype=torch.int64)
         names |= {"model": model, "net": model.module, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
         if "..." in snippet:  # save, then restart
             before, after = snippet.split("...\n")
@@ -64,7 +64,7 @@ def test_the_table_of_ratios():
 
 def test_every_file_it_names_exists():
     root = Path(__file__).parents[2]
-    for name in re.findall(r"`((?:tests|scripts)/[\w/.]+)", README):
+    for name in re.findall(r"`((?:tests|scripts|benchmarks)/[\w/.]+)", README):
         assert (root / name).exists(), name
     tree = README.split("## The tree")[1]
     core, ddp = tree.split("  core/")[1].split("\n  ddp/")
