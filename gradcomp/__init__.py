@@ -1,5 +1,6 @@
 """Gradients across slow networks: a DDP communication hook that sends what matters, keeps the rest, and counts every byte."""
 
+from gradcomp import data
 from gradcomp.core import codec, schedule
 from gradcomp.core.rules import Dense, Threshold, TopK
 from gradcomp.core.selection import Selection, compress, compress_gradients, decompress, decompress_gradients
@@ -31,6 +32,7 @@ __all__ = [
     "codec",
     "compress",
     "compress_gradients",
+    "data",
     "decompress",
     "decompress_gradients",
     "load",

@@ -9,6 +9,10 @@ class GradcompError(Exception):
     """Base of every error that gradcomp defines."""
 
 
+class DataError(GradcompError, ValueError, AssertionError):
+    """Data that a data sparsifier cannot hold, or a mask that does not fit; an AssertionError too, as upstream raises."""
+
+
 class PayloadError(GradcompError, ValueError):
     """Bytes that are truncated, damaged or were not written by gradcomp's codec."""
 

@@ -209,10 +209,16 @@ def fill_mask(rule: AnyRule, name: str, data: torch.Tensor, mask: torch.Tensor) 
     if isinstance(rule, Rule):
         returned = rule.mask_(data, mask)  # type: ignore[func-returns-value]
     elif isinstance(rule, MaskUpdater):
-        config = dict(getattr(rule, "data_groups", {}).get(name, getattr(rule, "defaults", {})))
-        rule.state[name] = {"mask": torch.ones_like(mask)}
-        rule.update_mask(name, data, **config)
-        mask.copy_(rule.state[name]["mask"])
+        config = {**getattr(rule, "defaults", {}), **getattr(rule, "data_groups", {}).get(name, {})}
+        entry = rule.state.setdefault(name, {})  # what else the updater keeps there stays
+        held = {"mask": entry["mask"]} if "mask" in entry else {}
+        entry["mask"] = torch.ones_like(data, memory_format=torch.contiguous_format)
+        try:
+            rule.update_mask(name, data, **config)
+            mask.copy_(rule.state[name]["mask"])
+        finally:
+            rule.state[name].pop("mask", None)
+            rule.state[name].update(held)
     else:
         returned = rule(data, mask)
     if returned is not None and returned is not mask:

@@ -43,7 +43,7 @@ class Analysis(Mapping[str, Magnitudes]):
     def density(self, threshold: float) -> float:
         """The fraction of all elements that ``Threshold(threshold)`` on every parameter would have sent."""
         self._check_ready()
-        return sum(part.density(threshold) * part.numel for part in self.values()) / sum(part.numel for part in self.values())
+        return sum(part.density(threshold) * part.numel for part in self.values()) / max(1, sum(part.numel for part in self.values()))
 
     def threshold(self, density: float) -> float:
         """The threshold that would have sent about ``density`` of all elements, of dense parameters too, on this rank.
@@ -57,7 +57,7 @@ class Analysis(Mapping[str, Magnitudes]):
         self._check_ready()
         if not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], got {density!r}")
-        magnitudes = np.concatenate([part.sample for part in self.values()])
+        magnitudes = np.concatenate([np.empty(0), *(part.sample for part in self.values())])
         if not magnitudes.size:
             return 0.0
         weights = np.concatenate([np.full(part.sample.size, part.numel / max(1, part.sample.size)) for part in self.values()])
@@ -80,7 +80,7 @@ class Analysis(Mapping[str, Magnitudes]):
     def __str__(self) -> str:
         if not self.ready:
             return "gradcomp: the analysis is not ready: it is filled by the next synchronised backward pass"
-        width = max(9, *(len(name) for name in self))
+        width = max([9, *(len(name) for name in self)])
         head = [f"{'parameter':<{width}} {'elements':>10}", *(f"{f'|x| {100 * q:g}%':>10}" for q in QUANTILES)]
         lines = ["gradcomp analysis: residual + gradient of one step on this rank", "  ".join([*head, f"{'bytes at 1%, bf16':>18}"])]
         for name, part in self.items():

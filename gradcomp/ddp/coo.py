@@ -24,6 +24,7 @@ class CooFlight:
         """The tensor to all-reduce, divided by W as plain DDP does it."""
         self.dense_bytes = exchange.coo_bytes(self.ring)
         self.elements = self.ring._values().numel()
+        self.given = gradient.detach()
 
     @property
     def result(self) -> torch.Tensor:

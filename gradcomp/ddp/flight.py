@@ -22,6 +22,12 @@ def scaled(values: Floats, loss_scale: float) -> Floats:
     return product
 
 
+def weighed(values: torch.Tensor) -> tuple[float, float]:
+    """A sum over a flat tensor that tells its elements apart, and the sum of its magnitudes, in fp64."""
+    wide = values.double() * (1 + torch.arange(values.numel()) % 7)
+    return float(wide.sum()), float(wide.abs().sum())
+
+
 class Flight:
     """A bucket in flight. Its own callbacks write to it; it reads no other bucket's data.
 
@@ -37,6 +43,7 @@ class Flight:
         self.plan = plan
         self.arrivals: list[Arrival] = []
         self.rank = exchange.rank
+        self.given: dict[str, tuple[float, float]] = {}
         self._step = step
         self._world_size = exchange.world_size
         self._scale = 1.0 / exchange.world_size
@@ -163,6 +170,11 @@ class Flight:
         """A bad step: make every gradient NaN, so that a GradScaler skips on all ranks. Mutates the buffer."""
         self._buffer.fill_(float("nan"))
         self._ring = None
+
+    def note_sums(self, sums: dict[str, Accumulation]) -> None:
+        """For ``check``: note what this rank gives of each piece, before anything is made of it."""
+        for piece in self.plan.pieces:
+            self.given[piece.name] = weighed(torch.from_numpy(scaled(sums[piece.name].whole(), self.loss_scale)))
 
     @property
     def dense_bytes(self) -> int:

@@ -12,6 +12,7 @@ from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.handle import Handle
 from gradcomp.errors import GradcompError
 
+REASON_BYTES = 256
 METADATA = ".metadata"
 """What torch.distributed.checkpoint writes last."""
 
@@ -26,7 +27,7 @@ def save(handle: Handle, folder: str | Path) -> None:
 
     Raises:
         ValueError: there is no process group.
-        GradcompError: a rank could not write; on all ranks.
+        GradcompError: a rank could not write, or ``folder`` is no path; on all ranks.
 
     Communication:
         Collective: all ranks call it, between the same two steps. torch.distributed.checkpoint gathers names and sizes; residuals
@@ -41,8 +42,7 @@ def save(handle: Handle, folder: str | Path) -> None:
     residuals = state.pop("residual")
     tensors = {_key(exchange.rank, name): residual for name, residual in residuals.items()}
     text = json.dumps(state).encode()
-    if exchange.rank == 0:  # no rank writes before rank 0 has told it where to: what is half replaced is not taken for a state
-        Path(folder, METADATA).unlink(missing_ok=True)
+    _make_room(exchange, folder)
     tensors[_key(exchange.rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     try:
         with warnings.catch_warnings():
@@ -50,6 +50,22 @@ def save(handle: Handle, folder: str | Path) -> None:
             save_tensors(tensors, checkpoint_id=str(folder), process_group=exchange.group)
     except CheckpointException as error:  # no Exception by its class
         raise GradcompError(f"the state could not be saved in {folder}: {_reasons(error)}") from error
+
+
+def _make_room(exchange: Exchange, folder: str | Path) -> None:
+    """Have the folder, without a state in it: what is half replaced must not be taken for one. On all ranks or on none."""
+    refusal = ""
+    try:
+        path = Path(folder)
+        if exchange.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / METADATA).unlink(missing_ok=True)
+    except (OSError, TypeError) as error:
+        refusal = repr(error)
+    texts = exchange.gather_now(refusal.encode()[:REASON_BYTES].ljust(REASON_BYTES))
+    for rank, text in enumerate(texts):
+        if text.strip():
+            raise GradcompError(f"the state could not be saved in folder {folder!r}: rank {rank}: {text.decode(errors='replace').strip()}")
 
 
 def load(handle: Handle, folder: str | Path) -> None:
@@ -70,7 +86,7 @@ def load(handle: Handle, folder: str | Path) -> None:
         Collective: one blocking all-gather of 16 bytes a rank, and of the refusals if there are any.
     """
     exchange = _connected(handle)
-    handle._load(lambda: _read(Path(folder), exchange), together=True)
+    handle._load(lambda: _read(folder, exchange), together=True)
 
 
 def sources(rank: int, world_size: int, saved: int) -> Sequence[int]:
@@ -94,7 +110,7 @@ def _key(rank: int, name: str | None = None) -> str:
     return f"{rank}/state" if name is None else f"{rank}/residual/{name}"
 
 
-def _read(folder: Path, exchange: Exchange) -> dict[str, Any]:
+def _read(folder: str | Path, exchange: Exchange) -> dict[str, Any]:
     """This rank's state out of the folder; raises a ``ValueError`` that says what is missing."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -102,7 +118,7 @@ def _read(folder: Path, exchange: Exchange) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
     try:
-        entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+        entries = FileSystemReader(Path(folder)).read_metadata().state_dict_metadata
     except Exception as error:
         raise ValueError(f"folder must hold a state that gradcomp.save finished, {folder} does not: {error!r}") from error
     stored = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
@@ -119,9 +135,11 @@ def _read(folder: Path, exchange: Exchange) -> dict[str, Any]:
                 warnings.simplefilter("ignore")  # each rank reads by itself, and torch asks whether that is meant
                 load_tensors(tensors, checkpoint_id=str(folder), no_dist=True)
             state = json.loads(tensors.pop(_key(source)).numpy().tobytes())
-        except (Exception, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # a rank that raised anything else would leave the others waiting
             text = f"folder must hold the files of every rank, rank {source}'s in {folder} cannot be read"
             raise ValueError(f"{text}: {_reasons(error)}") from error
+        if not isinstance(state, dict) or not {"rank", "announce"} <= state.keys():
+            raise ValueError(f"folder must hold a state of gradcomp.save, {folder} holds another checkpoint")
         merged.add(state, {key.removeprefix(_key(source, "")): tensor for key, tensor in tensors.items()}, len(chosen))
     return merged.state()
 

@@ -119,6 +119,8 @@ class Handle:
             checkpoint.check(state, self._shapes, exchange)
         except ValueError as error:
             refusal = error
+        except Exception as error:
+            refusal = ValueError(f"state cannot be read: {error!r}")
         if exchange is not None and together:
             # The ranks tell each other first: one that raised by itself would leave the others waiting.
             fits = {} if refusal else {key: repr(state[key]) for key in sorted(state) if key not in ("rank", "residual", "announce")}

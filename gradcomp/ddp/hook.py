@@ -71,6 +71,8 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
     state.layouts.size(layout, {name: int(np.isfinite(part.values).sum()) for name, part in found.items()})
     plan = state.layouts.plan(layout, flush=step.flush)
     flight = Flight(plan, step.number, state.exchange, buffer, step.loss_scale)
+    if state.checks:
+        flight.note_sums(sums)
 
     if plan.header:
         with state.timed("select_s"):
@@ -89,7 +91,7 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
         step.watch(state.exchange.ring(ring), state.timed("decode_s")(flight.receive_ring))
 
     # 7. Complete: the step does, for all of its buckets at once, when the last one has been decoded.
-    return step.board(flight, is_last=bucket.is_last())
+    return step.board(flight, is_last=step.at_last)
 
 
 def _select(piece: Piece, acc: Accumulation, buffer: torch.Tensor) -> Found:
@@ -105,7 +107,7 @@ def _send_coo(state: SparseState, bucket: GradBucket, step: Step, layout: tuple[
     plan = Plan(layout, "fp32", flush=False, report=False)
     flight = CooFlight(plan, state.exchange, bucket.buffer())
     step.watch(state.exchange.ring_coo(flight.ring), flight.receive_ring)
-    return step.board(flight, is_last=bucket.is_last())
+    return step.board(flight, is_last=step.at_last)
 
 
 def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor, step: Step) -> Chosen:

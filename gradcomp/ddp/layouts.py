@@ -1,5 +1,6 @@
 """Where a bucket's parameters lie and how they travel: agreed with all ranks once for each layout, then known to each by itself."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 
 from gradcomp.core.feedback import Feedback
-from gradcomp.core.rules import AnyRule, Dense, at_step, describe, is_scheduled
+from gradcomp.core.rules import AnyRule, Dense, TopK, at_step, describe, is_dense, is_scheduled
 from gradcomp.ddp.agenda import Agenda
 from gradcomp.ddp.agreement import agree, largest
 from gradcomp.ddp.exchange import Exchange
@@ -47,6 +48,20 @@ class Layouts:
         self._layouts: dict[tuple[object, ...], tuple[Piece, ...]] = {}
         self._plans: dict[tuple[str, ...], tuple[object, object, Plan]] = {}
 
+    def warn_if_inactive(self) -> None:
+        """Warn where compression is asked for and every parameter that is trained would travel dense."""
+        asked = {name: rule for name, rule in self._rules.items() if not is_dense(rule) and name in self._network.trained}
+        if not asked or not all(type(rule) is TopK and not is_scheduled(rule) for rule in asked.values()):
+            return  # nothing was asked for, or how much is not known yet
+        likes = self._network.shapes
+        if all(self.routing.route(n, rule, likes[n].numel(), likes[n].dtype, None)[0] != "sparse" for n, rule in asked.items()):
+            warnings.warn(
+                f"gradcomp: compression is configured but inactive: at world size {self._exchange.world_size} every parameter costs fewer "
+                "bytes dense; lower the density, or pass fallback='never' to insist",
+                UserWarning,
+                stacklevel=5,
+            )
+
     def __len__(self) -> int:
         return len(self._layouts)
 
@@ -79,6 +94,11 @@ class Layouts:
         start, pieces = 0, []
         for name, parameter in zip(names, parameters):
             like = self._place(name, parameter, buffer.dtype)
+            if buffer.layout != torch.strided and name in self._feedback:
+                raise GradcompError(
+                    f"parameter {name} has a sparse gradient and a residual of dense ones, which a sparse gradient cannot carry: flush(), "
+                    "and go on for three steps, before its gradients become sparse"
+                )
             # A gradient that is a sparse tensor already goes as in plain DDP.
             rule = Dense() if self._agenda.removed or buffer.layout != torch.strided else self._rules[name]
             shape, numel = tuple(like.shape), like.numel()

@@ -4,6 +4,7 @@ import re
 import sys
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradcomp.errors import GradcompError
@@ -27,6 +28,10 @@ def real_like(parameter: torch.Tensor) -> torch.Tensor:
     """
     like = torch.empty_like(parameter, device="meta")
     return torch.view_as_real(like) if like.is_complex() else like
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _refuse_sharded(module: torch.nn.Module) -> None:
@@ -62,8 +67,12 @@ class Network:
         self.complex: set[str] = set()
         self.trained: set[str] = set()
         self.in_place: frozenset[str] = frozenset()
-        self._buckets: set[int] = set()
-        for raw, parameter in unwrapped(module).named_parameters():
+        self._buckets: set[StorageWeakRef] = set()
+        network = unwrapped(module)
+        ignored = set(getattr(network, "_ddp_params_and_buffers_to_ignore", ()))  # where DDP looks for them
+        for raw, parameter in network.named_parameters():
+            if (raw if "." in raw else f".{raw}") in ignored:  # as DDP spells them
+                continue
             name = re.sub(r"(^|\.)_orig_mod\.", r"\1", raw)  # parts of the network may be compiled
             self._names[parameter] = name
             self._see(name, parameter)
@@ -90,14 +99,15 @@ class Network:
         (DDP may rebuild its buckets in the forward pass; gradients that lie in them move along.)
         """
         held = ((name, parameter.grad) for name, parameter in self.parameters().items())
-        lying = ((name, grad.untyped_storage().data_ptr()) for name, grad in held if grad is not None)
-        self.in_place = frozenset(name for name, pointer in lying if pointer in self._buckets)
+        lying = ((name, _storage_of(grad)) for name, grad in held if grad is not None and grad.layout == torch.strided)
+        self.in_place = frozenset(name for name, storage in lying if storage in self._buckets)
 
     def remember_bucket(self, buffer: torch.Tensor, *, is_first: bool) -> None:
         """In a step: note where its buckets lie."""
         if is_first:
             self._buckets.clear()
-        self._buckets.add(buffer.untyped_storage().data_ptr())
+        if buffer.layout == torch.strided:
+            self._buckets.add(_storage_of(buffer))  # by address another tensor might lie there by then
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The name of a parameter of the network."""

@@ -7,6 +7,7 @@ import torch
 
 from gradcomp.core.rules import AnyRule, number, warmed_up, whole
 from gradcomp.core.values import check_values
+from gradcomp.errors import GradcompError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +38,25 @@ class Settings:
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} must be one of {allowed}, got {getattr(self, field)!r}")
 
+        if self.values == "fp16" and self.scales_losses:
+            text = "values='fp16' holds up to 65504 in scaled units, the rest waits: with a GradScaler 'bf16' delivers more"
+            warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=4)
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether there is a scaler that does anything."""
+        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
+
     @property
     def loss_scale(self) -> float:
         """What the losses of the coming step are multiplied by; 1.0 without a scaler, or before it has scaled anything."""
         scaler = self.grad_scaler
         if scaler is None or not scaler.is_enabled() or scaler._get_scale_async() is None:
             return 1.0
-        return float(scaler.get_scale())
+        scale = float(scaler.get_scale())
+        if not scale > 0:
+            raise GradcompError(f"the scale of grad_scaler must be above 0, got {scale!r}: it has been backed off too often")
+        return scale
 
     def warm_up(self, rules: dict[str, AnyRule]) -> dict[str, AnyRule]:
         """The rules by parameter, with the densities of ``TopK`` ones falling to their own over the warm-up."""

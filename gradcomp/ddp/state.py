@@ -12,15 +12,15 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from gradcomp.core.feedback import Feedback
 from gradcomp.core.magnitude import Magnitudes
 from gradcomp.core.policy import Policy
-from gradcomp.core.rules import AnyRule, TopK, is_dense, is_scheduled
+from gradcomp.core.rules import AnyRule, TopK
 from gradcomp.core.scan import Accumulation
 from gradcomp.ddp.agenda import Agenda
-from gradcomp.ddp.audit import Audit, agree_on_replicas
+from gradcomp.ddp.audit import Audit, Sums, agree_on_replicas, agree_on_sums
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.handle import Handle
 from gradcomp.ddp.layouts import Layouts
 from gradcomp.ddp.network import Network
-from gradcomp.ddp.plan import Piece, Routing
+from gradcomp.ddp.plan import Piece
 from gradcomp.ddp.settings import Settings
 from gradcomp.ddp.step import Step
 from gradcomp.ddp.traffic import Counters
@@ -63,6 +63,11 @@ class SparseState(Handle):
         for each parameter whose capacity has no history. ``check``: one blocking all-gather of 16 bytes a step.
     """
 
+    _waiting: Mapping[str, torch.Tensor] = {}
+    """Residuals of a copy, by name, until it is attached."""
+    _scaled = False
+    """Whether those are in unscaled units of scaled losses."""
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -104,6 +109,7 @@ class SparseState(Handle):
         self._connected: tuple[Exchange, Layouts] | None = None
         self._step: Step | None = None
         self._reduced: dict[str, str] = {}
+        self._sums: list[Sums] = []
 
     def __repr__(self) -> str:
         return f"<gradcomp.SparseState of {len(self._rules)} parameters, values={self._settings.values!r}, {self._agenda.number} steps>"
@@ -111,13 +117,15 @@ class SparseState(Handle):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: getattr(self, key) for key in ("_rules", "_feedback", "_agenda")}
-        return kept | {"settings": {**vars(self._settings), "grad_scaler": None}}
+        kept = {key: getattr(self, key) for key in ("_rules", "_agenda")}
+        held = {name: self.residual(name) for name in self._shapes if name in self._feedback} or self._waiting
+        scaled = self._scaled or self._settings.scales_losses
+        return kept | {"settings": {**vars(self._settings), "grad_scaler": None}, "_waiting": held, "_scaled": scaled}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self._settings = Settings(**kept.pop("settings"))
         self.__dict__ |= kept
-        self._group, self._shapes = None, {}
+        self._group, self._shapes, self._feedback = None, {}, Feedback()
         self._begin()
         warnings.warn(
             "gradcomp: a copy of a SparseState holds rules, settings, residuals and progress, but no process group, no GradScaler and no "
@@ -135,7 +143,7 @@ class SparseState(Handle):
             module, grad_scaler, group: as for the constructor.
 
         Raises:
-            ValueError: the module's parameters are not those of the state.
+            ValueError: the module's parameters are not those of the state, or its residuals are in the units of a scaler and none is given.
             GradcompError: the state has a network already.
         """
         if self._shapes:
@@ -144,12 +152,16 @@ class SparseState(Handle):
         if set(network.shapes) != set(self._rules):
             different = sorted(set(network.shapes) ^ set(self._rules))
             raise ValueError(f"module must have the parameters that the state was made for; only one of the two has {different}")
-        for name, like in network.shapes.items():
-            held = self._feedback.get(name)
-            if held is not None and held.numel() != like.numel():
-                raise ValueError(f"parameter {name} of module must have {held.numel()} elements as its residual has, got {like.numel()}")
+        for name, held in self._waiting.items():
+            own = network.shapes[name].shape
+            if held.shape != own:
+                raise ValueError(f"parameter {name} of module must have its residual's shape {tuple(held.shape)}, got {tuple(own)}")
+        if self._scaled and grad_scaler is None:
+            raise ValueError("grad_scaler must be given: the state's residuals are in unscaled units")
         settings = {**vars(self._settings), "grad_scaler": grad_scaler}
         self._settings, self._network, self._shapes = Settings(**settings), network, network.shapes
+        self._feedback.replace({name: self._in_memory_order(name, residual) for name, residual in self._waiting.items()})
+        self._waiting = {}
         self._group = group if group is not None else getattr(module, "process_group", None)
 
     # The process group
@@ -158,15 +170,18 @@ class SparseState(Handle):
         """Resolve the process group, once, and with it what the world size decides."""
         if self._connected is None:
             if not self._shapes:
-                raise GradcompError("this state is a copy and has no network: call state.attach(module) first")
+                self._refuse_bare_copy()
             group = self._group if self._group is not None else dist.group.WORLD
             if group is None:
                 raise ValueError("group is None and there is no default process group: call init_process_group first")
             exchange = Exchange(group, self._counters)
             layouts = Layouts(exchange, self._network, self._rules, self._settings, self._feedback, self._agenda)
             self._connected = exchange, layouts
-            self._warn_inactive(layouts.routing, exchange.world_size)
+            layouts.warn_if_inactive()
         return self._connected
+
+    def _refuse_bare_copy(self) -> None:
+        raise GradcompError("this state is a copy and has no network: call state.attach(module) first")
 
     @property
     def exchange(self) -> Exchange:
@@ -178,20 +193,9 @@ class SparseState(Handle):
         """Where parameters lie in buckets and how they travel."""
         return self.connect()[1]
 
-    def _warn_inactive(self, routing: Routing, world_size: int) -> None:
-        asked = {name: rule for name, rule in self._rules.items() if not is_dense(rule) and name in self._network.trained}
-        if not asked or not all(type(rule) is TopK and not is_scheduled(rule) for rule in asked.values()):
-            return  # nothing was asked for, or how much is not known yet
-        likes = self._shapes
-        if all(routing.route(n, rule, likes[n].numel(), likes[n].dtype, None)[0] != "sparse" for n, rule in asked.items()):
-            warnings.warn(
-                f"gradcomp: compression is configured but inactive: at world size {world_size} every parameter costs fewer bytes "
-                "dense; lower the density, or pass fallback='never' to insist",
-                UserWarning,
-                stacklevel=4,
-            )
-
     def _resolve(self) -> Exchange | None:
+        if not self._shapes:
+            self._refuse_bare_copy()
         return self.exchange if self._connected is not None or dist.is_initialized() else None
 
     def _has_run(self) -> bool:
@@ -200,11 +204,19 @@ class SparseState(Handle):
     # One step
 
     def step_of(self, bucket: GradBucket) -> Step:
-        """The step that ``bucket`` belongs to; bucket 0 begins a new one."""
-        if bucket.index() == 0:
+        """The step that ``bucket`` belongs to; bucket 0 begins a new one.
+
+        In the first step of a static graph torch calls every bucket number 0, and none the last: a bucket of parameters that the step has
+        not seen goes on with it, and the one that completes them is the last.
+        """
+        names = {self._network.name_of(parameter) for parameter in bucket.parameters()}
+        under_way = self._step if self._step is not None and self._step.error is None else None
+        delayed = under_way is not None and bucket.index() == 0 and not names & under_way.seen
+        if bucket.index() == 0 and not delayed:
             agenda, scale = self._agenda, self._settings.loss_scale
             if self._settings.check:
                 agree_on_replicas(self.exchange, agenda.number, scale, self._network.parameters(), self._reduced)
+                agree_on_sums(self.exchange, self._sums)
             self._step = Step(
                 agenda.number,
                 flags=agenda.announce,
@@ -215,7 +227,14 @@ class SparseState(Handle):
             )
         if self._step is None:
             raise GradcompError(f"bucket {bucket.index()} came before bucket 0 of its backward pass")
+        self._step.seen |= names
+        self._step.at_last = bucket.is_last() or (delayed and self._step.seen >= self._network.trained)
         return self._step
+
+    @property
+    def checks(self) -> bool:
+        """Whether every step is verified."""
+        return self._settings.check
 
     def accumulate(self, piece: Piece, grad: torch.Tensor, unscale: float) -> Accumulation:
         """Residual + gradient of a piece, in the residual's units, formed when it is read."""
@@ -251,7 +270,7 @@ class SparseState(Handle):
                     flight.spoil()
         if audit is not None:
             audit.verify(self._feedback)
-            self._reduced = audit.digests()
+            self._reduced, self._sums = audit.digests(), audit.sums()
         if self._analysis is not None:
             self._analysis.ready, self._analysis = True, None
         self._agenda.advance(step.flights, announced=step.flags, bad=fault is not None)

@@ -39,6 +39,10 @@ class Step:
         self.flags = flags
         self.flush = flush
         self.loss_scale = loss_scale
+        self.seen: set[str] = set()
+        """Names of the parameters of its buckets so far."""
+        self.at_last = False
+        """Whether the bucket at hand is its last."""
         self.flights: list[Flight | CooFlight] = []
         self.error: Exception | None = None
         self._complete = complete

@@ -1,5 +1,7 @@
 """check=True finds what goes wrong: each test breaks something, on one rank, and reads the error."""
 
+import warnings
+
 import numpy as np
 import pytest
 import soak
@@ -9,6 +11,7 @@ from ranks import run_ranks
 
 import gradcomp
 from gradcomp.core.feedback import Feedback
+from gradcomp.ddp import payload
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.flight import Flight
 
@@ -172,3 +175,93 @@ def test_a_soak_under_random_faults_loses_nothing(seed, values):
         assert difference == 0
         assert equal
         assert least > 0, "every kind of fault has happened"
+
+
+# What travels by an all-reduce, or rides without a residual, is checked too
+
+
+def zeroes_its_ring(model, handle):
+    ring = Exchange.ring
+    Exchange.ring = lambda self, tensor: ring(self, tensor.zero_())
+
+
+def doubles_sparse_gradients(model, handle):
+    ring = Exchange.ring_coo
+    Exchange.ring_coo = lambda self, tensor: ring(self, tensor.mul_(2))
+
+
+def everything_dense(rank, how, options):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(20, 30, sparse=True), torch.nn.Linear(30, 3000)
+
+        def forward(self, ids):
+            return self.head(self.table(ids)).square().sum()
+
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(Net())
+    handle = gradcomp.register(model, overrides={"*": gradcomp.Dense()}, check=True, **options)
+    for step in range(4):
+        if step == 2 and rank == 1 and how is not None:
+            how(model, handle)
+        model.zero_grad()
+        try:
+            model(torch.tensor([1, 2 + rank])).backward()
+        except gradcomp.AccountingError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("options", [{"values": "fp32"}, {"values": "bf16"}])
+@pytest.mark.parametrize(("how", "name"), [(None, ""), (zeroes_its_ring, "head."), (doubles_sparse_gradients, "table.weight")])
+def test_what_an_all_reduce_loses_is_found_on_all_ranks(how, name, options):
+    for text in run_ranks(2, everything_dense, how, options):
+        assert bool(text) == bool(name), text
+        if name:
+            assert text.startswith(f"the reduced gradient of {name}")
+            assert "in the last step is not the mean of what the ranks gave" in text
+
+
+def rides_wrongly(rank):
+    overrides = {"w": gradcomp.TopK(0.1), "*": gradcomp.Dense()}
+    model, _ = given_ddp({"v": torch.zeros(50), "w": torch.zeros(40, 40)}, None, "fp32", overrides=overrides, fallback="never")
+    grads = {"v": torch.ones(50), "w": torch.zeros(40, 40)}
+    reduced(model, grads)
+    kept = payload.encode_values
+    payload.encode_values = lambda values, *rest: kept(values * 0, *rest)
+    with pytest.raises(RuntimeError, match="AccountingError: what was sent of v is wrong in 50 of 50 elements"):
+        reduced(model, grads)
+    return True
+
+
+def test_what_rides_wrongly_is_found():
+    assert run_ranks(2, rides_wrongly) == [True, True]
+
+
+def quiet_check(rank, scale, values, dtype, size):
+    """No cry of wolf: odd scales, subnormal and huge gradients, half precision."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, handle = given_ddp(
+            {"w": torch.zeros(40, 40, dtype=dtype), "s": torch.zeros((), dtype=dtype), "v": torch.zeros(9000, dtype=dtype)}, None, values,
+            overrides={"w": gradcomp.TopK(0.3), "s": gradcomp.Threshold(0.0), "*": gradcomp.Dense()}, grad_scaler=scaler, fallback="never",
+        )  # fmt: skip
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        grads = {name: size * torch.randn(shape, generator=generator) for name, shape in (("w", (40, 40)), ("s", ()), ("v", (9000,)))}
+        grads["w"][3:9] = 0
+        model.zero_grad()
+        scaler.scale(model({name: grad.to(dtype) for name, grad in grads.items()})).backward()
+        if step == 2:
+            handle.flush()
+        scaler.update(scale * (1.5 if scale == 1000.0 else 2.0) ** (step % 3))
+    return handle.traffic.steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("scale", "size"), [(1000.0, 1.0), (65536.0, 1e-38), (65536.0, 1e4), (2.0**-20, 1.0), (3.0, 1e-3)])
+@pytest.mark.parametrize("values", ["bf16", "fp16", "int8", "fp32"])
+def test_the_check_never_cries_wolf(values, scale, size, dtype):
+    assert run_ranks(2, quiet_check, scale, values, dtype, size) == [5, 5]

@@ -1,5 +1,7 @@
 """save and load: one folder for all ranks, a new process, another world size, and what must not be loaded."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -257,3 +259,36 @@ def without_a_group(rank, folder):
 
 def test_without_a_process_group_there_is_nothing_to_save_with(tmp_path):
     assert run_ranks(1, without_a_group, str(tmp_path)) == [2]
+
+
+def into_nowhere(rank, folder):
+    handle = register(mixed_ddp())
+    Path(folder, "file").write_text("x")
+    Path(folder, "taken", ".metadata").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    texts = []
+    for wrong in (f"{folder}/file", f"{folder}/file/below", f"{folder}/taken", "x" * 300, None, 7):
+        with pytest.raises(gradcomp.GradcompError, match="could not be saved in folder") as caught:
+            gradcomp.save(handle, wrong)
+        texts.append(str(caught.value))
+        with pytest.raises((ValueError, gradcomp.DesyncError), match="folder must hold a state"):
+            gradcomp.load(handle, wrong)
+    return texts
+
+
+def test_a_folder_that_cannot_be_is_an_error_on_every_rank(tmp_path):
+    for texts in run_ranks(2, into_nowhere, str(tmp_path), timeout_s=20):
+        assert "rank 0: FileExistsError" in texts[0]
+        assert len(texts) == 6
+
+
+def looks_like_ours(rank, folder):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"0/state": torch.frombuffer(bytearray(b"[1, 2]"), dtype=torch.uint8)}, checkpoint_id=folder)
+
+
+def test_a_checkpoint_that_looks_like_ours_is_not_loaded(tmp_path):
+    run_ranks(1, looks_like_ours, str(tmp_path))
+    for kind, _ in run_ranks(2, load_refused, str(tmp_path), "holds another checkpoint", False):
+        assert kind == "ValueError"

@@ -111,12 +111,16 @@ def test_a_state_outside_a_process_group_copies_too():
     state = gradcomp.SparseState(nn.Linear(40, 40), gradcomp.Threshold(0.5), grad_scaler=torch.amp.GradScaler("cpu"))
     with pytest.warns(UserWarning, match=WARNING):
         twin = copy.deepcopy(state)
-    twin.attach(nn.Linear(40, 40))
+    with pytest.raises(ValueError, match="grad_scaler must be given: the state's residuals are in unscaled units"):
+        twin.attach(nn.Linear(40, 40))
+    twin.attach(nn.Linear(40, 40), grad_scaler=torch.amp.GradScaler("cpu"))
     assert twin.residual("weight").shape == (40, 40)
     state._feedback.ensure("weight", 1600)
     with pytest.warns(UserWarning, match=WARNING):
         twin = copy.deepcopy(state)
-    with pytest.raises(ValueError, match=r"parameter weight of module must have 1600 elements as its residual has, got 1200"):
+    with pytest.raises(gradcomp.GradcompError, match="copy and has no network"):
+        twin.state_dict()
+    with pytest.raises(ValueError, match=r"parameter weight of module must have its residual's shape \(40, 40\), got \(30, 40\)"):
         twin.attach(nn.Linear(40, 30))
 
 
@@ -270,3 +274,36 @@ def test_steps_leave_nothing_behind_and_models_can_go():
         assert grown < 200, "fewer than five objects a step"
         assert network is None
         assert state is None
+
+
+def turned_around(rank):
+    """A copy that is attached to a network of another memory order."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3))
+    model = DistributedDataParallel(net)
+    state = gradcomp.SparseState(net, overrides={"*": gradcomp.TopK(0.1)})
+    model.register_comm_hook(state, gradcomp.sparse_hook)
+    model(torch.randn(1, 8, 9, 9)).square().sum().backward()
+    with pytest.warns(UserWarning, match=WARNING):
+        twin = copy.deepcopy(state)
+    with pytest.warns(UserWarning, match=WARNING):
+        again = copy.deepcopy(twin)
+    again.attach(copy.deepcopy(net).to(memory_format=torch.channels_last))
+    return all(torch.equal(again.residual(name), state.residual(name)) for name, _ in net.named_parameters())
+
+
+def test_an_attached_copy_keeps_its_residuals_in_place():
+    assert run_ranks(2, turned_around) == [True, True]
+
+
+def scale_of_zero(rank):
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.0)
+    model, _ = given_ddp({"w": torch.zeros(40, 40)}, gradcomp.TopK(0.1), grad_scaler=scaler)
+    loss = scaler.scale(model({"w": torch.ones(40, 40)}))
+    with pytest.raises(gradcomp.GradcompError, match=r"scale of grad_scaler must be above 0, got 0\.0"):
+        loss.backward()
+    return True
+
+
+def test_a_loss_scale_of_zero_is_refused():
+    assert run_ranks(2, scale_of_zero) == [True, True]

@@ -489,3 +489,113 @@ def huge_model(rank):
 
 def test_a_very_large_bucket_keeps_every_index_apart():
     assert run_ranks(2, huge_model) == [(dict.fromkeys("abc", (2.5, 1.0)), 6, True)] * 2
+
+
+# What attackers found
+
+
+class TwoDtypes(nn.Module):
+    """Two buckets from the first step on."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first = nn.Linear(40, 40)
+        self.kind = kind
+        if kind == "half":
+            self.second = nn.Linear(40, 40).bfloat16()
+        elif kind == "complex":
+            self.second = nn.Parameter(torch.ones(40, 40, dtype=torch.complex64))
+        else:
+            self.second = nn.Embedding(40, 40, sparse=True)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.kind == "half":
+            return self.second(x.bfloat16()).float().square().sum()
+        if self.kind == "complex":
+            return (x.to(torch.complex64) @ self.second).abs().square().sum()
+        return (x * self.second(torch.tensor([1, 2]))).sum()
+
+
+def several_first_buckets(rank, kind, world_size):
+    torch.manual_seed(0)
+    hooked = DistributedDataParallel(TwoDtypes(kind), static_graph=True)
+    plain = DistributedDataParallel(copy.deepcopy(hooked.module), static_graph=True)
+    handle = register(hooked, overrides={"*": gradcomp.Dense()}, values="fp32")
+    for step in range(4):
+        for model in (hooked, plain):
+            model.zero_grad()
+            model(draw(rank, step, (2, 40))).backward()
+        for ours, theirs in zip(hooked.parameters(), plain.parameters()):
+            assert torch.equal(ours.grad.to_dense(), theirs.grad.to_dense()), step
+    return handle.traffic.steps
+
+
+@pytest.mark.parametrize("kind", ["half", "complex", "embedding"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_static_graph_of_several_first_buckets_finishes(world_size, kind):
+    """torch numbers all buckets of a static graph's first step 0, and calls none of them the last."""
+    assert run_ranks(world_size, several_first_buckets, kind, world_size, timeout_s=30) == [4] * world_size
+
+
+def viewed(rank, world_size):
+    """Gradients that lie in buckets, sparse ones among them, through a rebuild under no_sync."""
+    torch.manual_seed(0)
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02}
+    net = nn.Sequential(nn.Embedding(50, 30, sparse=True), *[nn.Linear(30, 30) for _ in range(6)])
+    hooked, plain = DistributedDataParallel(net, **options), DistributedDataParallel(copy.deepcopy(net), **options)
+    register(hooked, overrides={"*": gradcomp.Dense()}, values="fp32")
+    for step in range(6):
+        for model in (hooked, plain):
+            if step % 3 == 1:
+                model.zero_grad()
+            with model.no_sync():
+                model(torch.tensor([rank, 2 + step])).square().sum().backward()
+            model(torch.tensor([rank + 1, 3])).square().sum().backward()
+        for name, ours in hooked.module.named_parameters():
+            theirs = plain.module.get_parameter(name)
+            if not torch.equal(ours.grad.to_dense(), theirs.grad.to_dense()):
+                return step, name
+    return None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_in_buckets_beside_sparse_ones_are_as_in_plain_ddp(world_size):
+    assert run_ranks(world_size, viewed, world_size) == [None] * world_size
+
+
+def ignored(rank):
+    net = nn.Sequential(Given(w=torch.zeros(40, 40), mine=torch.full((3,), float(rank))))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.mine"])
+    model = DistributedDataParallel(net)
+    handle = register(model, gradcomp.TopK(0.1), fallback="never")
+    for _ in range(3):
+        model.zero_grad()
+        model({"w": torch.ones(40, 40), "mine": torch.ones(3)}).backward()
+    return handle.traffic.steps, handle.traffic.parameters
+
+
+def test_parameters_that_ddp_ignores_are_ignored():
+    assert run_ranks(2, ignored) == [(3, 1)] * 2
+
+
+def dense_then_sparse(rank):
+    torch.manual_seed(0)
+    states = {}
+    for sparse in (False, True):
+        model = DistributedDataParallel(nn.Sequential(nn.Embedding(50, 30, sparse=sparse), nn.Linear(30, 30)))
+        handle = register(model, gradcomp.TopK(0.05), fallback="never")
+        if states:
+            handle.load_state_dict(states)
+        loss = model(torch.arange(40)).square().sum()
+        if sparse:
+            with pytest.raises(gradcomp.GradcompError, match=r"parameter 0\.weight has a sparse gradient and a residual of dense ones"):
+                loss.backward()
+        else:
+            loss.backward()
+            states = handle.state_dict()
+    return True
+
+
+def test_a_residual_that_a_sparse_gradient_cannot_carry_is_not_dropped():
+    assert run_ranks(2, dense_then_sparse) == [True, True]

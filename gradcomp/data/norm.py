@@ -1,0 +1,172 @@
+"""Ready-made data sparsifiers: by the norm of blocks, and by the magnitude of elements."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradcomp.core.rules import number
+from gradcomp.core.scan import CHUNK
+from gradcomp.data.base import BaseDataSparsifier
+from gradcomp.errors import DataError
+
+NORMS = ("L1", "L2")
+
+
+class ThresholdSparsifier(BaseDataSparsifier):
+    """Leaves out elements with ``|x| < threshold``; an element equal to it stays, and so does one that is not a number.
+
+    Args:
+        data_list: (name, data) pairs to add.
+        threshold: magnitude, at least 0, in the data's own units; can be overridden by name.
+
+    Raises:
+        ValueError: ``threshold`` is not a number of at least 0.
+    """
+
+    def __init__(self, data_list: Iterable[tuple[str, Any]] | None = None, threshold: float = 0.01) -> None:
+        super().__init__(data_list=data_list, threshold=_at_least_zero(threshold))
+
+    def update_mask(self, name: str, data: torch.Tensor, **config: Any) -> None:
+        """Set the mask to 0 where ``|data| < threshold``."""
+        threshold = _at_least_zero(config["threshold"])
+        mask, values = self.state[name]["mask"], data.detach()
+        if not (mask.is_contiguous() and values.is_contiguous()):
+            mask.copy_(~(values.abs() < threshold))
+            return
+        for out, part in zip(torch.split(mask.view(-1), CHUNK), torch.split(values.view(-1), CHUNK)):
+            torch.logical_not(part.abs() < threshold, out=out)
+
+
+def _at_least_zero(threshold: object) -> float:
+    value = number("threshold", threshold)
+    if not value >= 0:
+        raise ValueError(f"threshold must be at least 0, got {threshold!r}")
+    return value
+
+
+class DataNormSparsifier(BaseDataSparsifier):
+    """Leaves out the blocks with the smallest norm, or the smallest elements of those blocks.
+
+    Blocks tile the last two dimensions from index 0, at the edges with what is there; one-dimensional data is one row. Of all blocks,
+    ``round(sparsity_level * num_blocks)`` are chosen by the smallest mean norm of their elements, and in each the ``zeros_per_block``
+    smallest elements are left out. ``sparsity_level=1.0, sparse_block_shape=(1, 4), zeros_per_block=2`` is 2:4 sparsity.
+
+    Args:
+        data_list: (name, data) pairs to add.
+        sparsity_level: share of the blocks; at 0 and below nothing is left out.
+        sparse_block_shape: (rows, columns), each at least 1.
+        zeros_per_block: 0 to rows * columns; all of the block if None.
+        norm: ``L1`` or ``L2``.
+
+    All of them can be overridden by name in ``add_data``.
+
+    Raises:
+        DataError: (an AssertionError too) another norm.
+        ValueError: from ``step``, blocks or zeros out of their range.
+    """
+
+    def __init__(
+        self,
+        data_list: Iterable[tuple[str, Any]] | None = None,
+        sparsity_level: float = 0.5,
+        sparse_block_shape: tuple[int, int] = (1, 4),
+        zeros_per_block: int | None = None,
+        norm: str = "L1",
+    ) -> None:
+        self.norm = _known_norm(norm)
+        self._whole_blocks = zeros_per_block is None
+        zeros = math.prod(sparse_block_shape) if zeros_per_block is None else zeros_per_block
+        defaults = {"sparsity_level": sparsity_level, "sparse_block_shape": sparse_block_shape, "zeros_per_block": zeros}
+        super().__init__(data_list=data_list, **defaults)
+
+    def add_data(self, name: str, data: Any, reuse_mask: bool = True, **config: Any) -> torch.Tensor:
+        """As :meth:`BaseDataSparsifier.add_data`; blocks of another shape are left out whole unless ``zeros_per_block`` was given."""
+        if "norm" in config:
+            _known_norm(config["norm"])
+        if self._whole_blocks and "sparse_block_shape" in config and "zeros_per_block" not in config:
+            config["zeros_per_block"] = math.prod(config["sparse_block_shape"])
+        return super().add_data(name, data, reuse_mask, **config)
+
+    def update_mask(self, name: str, data: torch.Tensor, **config: Any) -> None:
+        """Set the mask to 0 as the class says."""
+        level, (rows, columns), zeros = config["sparsity_level"], config["sparse_block_shape"], config["zeros_per_block"]
+        size = rows * columns
+        if min(rows, columns) < 1:
+            raise ValueError(f"sparse_block_shape of {name!r} must be two integers >= 1, got {(rows, columns)}")
+        if zeros is None:
+            zeros = size
+        if not 0 <= zeros <= size:
+            raise ValueError(f"zeros_per_block of {name!r} must be between 0 and the block's {size} elements, got {zeros}")
+        norm = _known_norm(config.get("norm", self.norm))
+        mask = self.state[name]["mask"]
+        if level <= 0 or zeros == 0 or not data.numel():
+            return
+        if level >= 1 and zeros == size:
+            mask.fill_(0)
+            return
+        blocks = _Blocks(data, rows, columns)
+        importance = blocks.magnitude if norm == "L1" else blocks.magnitude.square()
+        count = min(blocks.count, round(level * blocks.count))
+        chosen = _smallest(blocks.mean_of(importance), count)
+        mask.copy_(blocks.without(chosen, zeros).view(mask.shape))
+
+
+def _known_norm(norm: object) -> str:
+    if norm not in NORMS:
+        raise DataError(f"norm must be one of {list(NORMS)}, got {norm!r}")
+    return str(norm)
+
+
+class _Blocks:
+    """Magnitudes of a tensor cut into blocks: [matrices, block rows, block columns, rows * columns], NaN outside of the tensor."""
+
+    def __init__(self, data: torch.Tensor, rows: int, columns: int) -> None:
+        self._rows, self._columns = rows, columns
+        wide = torch.float64 if data.dtype in (torch.float64, torch.int64, torch.int32) else torch.float32
+        magnitude = data.detach().to(wide).abs()
+        flat = magnitude.reshape(1, 1, -1) if data.dim() < 2 else magnitude.reshape(-1, *data.shape[-2:])
+        self._height, self._width = flat.shape[-2:]
+        down, right = -self._height % rows, -self._width % columns
+        self._ragged = bool(down or right)
+        if self._ragged:
+            flat = torch.nn.functional.pad(flat, (0, right, 0, down), value=torch.nan)
+        self._grid = (flat.shape[0], flat.shape[1] // rows, flat.shape[2] // columns)
+        matrices, down, across = self._grid
+        self.magnitude = flat.reshape(matrices, down, rows, across, columns).transpose(2, 3).flatten(3)
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return math.prod(self._grid)
+
+    def mean_of(self, importance: torch.Tensor) -> torch.Tensor:
+        """Mean over a block's real elements, by block: float [count]."""
+        return (importance.nanmean(-1) if self._ragged else importance.mean(-1)).reshape(-1)
+
+    def without(self, chosen: torch.Tensor, zeros: int) -> torch.Tensor:
+        """Bool, True where an element stays: all but the ``zeros`` smallest of each chosen block."""
+        size = self._rows * self._columns
+        kept = torch.ones(self.count, size, dtype=torch.bool, device=chosen.device)
+        if zeros == size:
+            kept[chosen] = False
+        else:
+            inside = self.magnitude.reshape(-1, size)[chosen].nan_to_num(nan=torch.inf)  # what is outside of the tensor comes last
+            kept[chosen] = torch.ones_like(inside, dtype=torch.bool).scatter_(1, inside.topk(zeros, largest=False).indices, False)
+        matrices, down, across = self._grid
+        whole = kept.view(matrices, down, across, self._rows, self._columns).transpose(2, 3)
+        return whole.reshape(matrices, down * self._rows, across * self._columns)[:, : self._height, : self._width].contiguous()
+
+
+def _smallest(norms: torch.Tensor, count: int) -> torch.Tensor:
+    """Bool [N]: the ``count`` smallest, without a sort; NaN is largest, ties go to the lowest index."""
+    chosen = torch.zeros(norms.numel(), dtype=torch.bool, device=norms.device)
+    if not count:
+        return chosen
+    norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    kth = norms.kthvalue(count).values
+    chosen = norms < kth
+    ties = (norms == kth).nonzero().view(-1)
+    chosen[ties[: count - int(chosen.sum())]] = True
+    return chosen

@@ -1,0 +1,232 @@
+"""A hyper-parameter of a data sparsifier over epochs.
+
+The public contract is that of ``torch.ao.pruning._experimental.data_scheduler``; the ready-made ones stand on :mod:`gradcomp.schedule`.
+"""
+
+import abc
+import copy
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from gradcomp.core.schedule import Cubic, Exponential, Linear, Schedule
+from gradcomp.data.base import BaseDataSparsifier
+
+
+class BaseDataScheduler(abc.ABC):
+    """Sets one entry of a sparsifier's configuration, by name, at every :meth:`step`.
+
+    Args:
+        data_sparsifier: whose ``data_groups`` are set; names that are added later are scheduled too.
+        schedule_param: the entry, such as ``sparsity_level``.
+        last_epoch: -1 to begin; the last finished epoch to continue from there, with the sparsifier's configuration as it is.
+        verbose: print every change.
+
+    Raises:
+        TypeError: ``data_sparsifier`` is not a :class:`BaseDataSparsifier`.
+
+    Attributes:
+        base_param: name -> the entry's first value.
+        last_epoch: the current epoch.
+    """
+
+    def __init__(self, data_sparsifier: BaseDataSparsifier, schedule_param: str, last_epoch: int = -1, verbose: bool = False) -> None:
+        if not isinstance(data_sparsifier, BaseDataSparsifier):
+            raise TypeError(f"data_sparsifier must be a gradcomp.data.BaseDataSparsifier, got a {type(data_sparsifier).__name__}")
+        self.data_sparsifier = data_sparsifier
+        self.schedule_param = schedule_param
+        self.base_param: dict[str, Any] = {}
+        self.last_epoch = last_epoch
+        self.verbose = verbose
+        self._last_param: dict[str, Any] = {}
+        self._step_count = 0
+        _count_steps(data_sparsifier)
+        self._note_new_names()
+        if last_epoch < 0:
+            self.step()
+        else:  # an epoch that is finished is not begun again
+            self._step_count = 1
+            self._last_param = self._current()
+
+    @abc.abstractmethod
+    def get_schedule_param(self) -> dict[str, Any]:
+        """Name -> the entry's value in epoch ``self.last_epoch``."""
+
+    def _current(self) -> dict[str, Any]:
+        return {name: config.get(self.schedule_param) for name, config in self.data_sparsifier.data_groups.items()}
+
+    def _note_new_names(self) -> None:
+        self.base_param = {**self._current(), **self.base_param}
+
+    def get_last_param(self) -> dict[str, Any]:
+        """Name -> the value that the last step set."""
+        return self._last_param
+
+    def step(self) -> None:
+        """Begin the next epoch; to be called after the sparsifier's own step."""
+        if self._step_count == 1:
+            self._warn_about_order()
+        self._step_count += 1
+        self.last_epoch += 1
+        self._note_new_names()
+        self._apply(self.get_schedule_param())
+        self._last_param = self._current()
+        self.data_sparsifier.enable_mask_update = True
+
+    def _apply(self, values: dict[str, Any]) -> None:
+        groups = self.data_sparsifier.data_groups
+        for name, value in values.items():
+            if name in groups:
+                groups[name][self.schedule_param] = value
+                if self.verbose:
+                    sys.stdout.write(f"{self.schedule_param} of {name} is {value} from epoch {self.last_epoch} on\n")
+
+    def _warn_about_order(self) -> None:
+        if not hasattr(self.data_sparsifier.step, "_with_counter"):
+            text = "data_sparsifier.step has been replaced since the scheduler was made: call it before scheduler.step()"
+        elif self.data_sparsifier._step_count < 1:  # type: ignore[attr-defined]
+            text = "scheduler.step() was called before data_sparsifier.step(): the first value of the schedule is skipped"
+        else:
+            return
+        warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=3)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the sparsifier, which has a ``state_dict`` of its own. A copy."""
+        return copy.deepcopy({key: value for key, value in self.__dict__.items() if key != "data_sparsifier"})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; the sparsifier's configuration gets the values of that epoch."""
+        self.__dict__.update(copy.deepcopy(state_dict))
+        self._apply(self._last_param)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} (\n{self.data_sparsifier!r}\n  {self.schedule_param}: {self.base_param}\n)"
+
+
+def _count_steps(sparsifier: BaseDataSparsifier) -> None:
+    """Count calls of the sparsifier's step from now on, without a reference that keeps it alive."""
+    if not getattr(sparsifier.step, "_with_counter", False):
+        reference, function = weakref.ref(sparsifier), type(sparsifier).step
+
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> None:
+            instance = reference()
+            if instance is not None:
+                instance._step_count += 1  # type: ignore[attr-defined]
+                function(instance, *args, **kwargs)
+
+        counted._with_counter = True  # type: ignore[attr-defined]
+        sparsifier.step = counted  # type: ignore[method-assign]
+    sparsifier._step_count = 0  # type: ignore[attr-defined]
+
+
+class _Follows(BaseDataScheduler):
+    """Follows a :class:`gradcomp.schedule.Schedule` made from each name's first value; clamped."""
+
+    def __init__(
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        schedule_of: Callable[[float], Schedule],
+        last_epoch: int,
+        verbose: bool,
+        bounds: tuple[float, float],
+    ) -> None:
+        self._schedule_of = schedule_of
+        if not bounds[0] <= bounds[1]:
+            raise ValueError(f"bounds must be (lowest, highest), got {bounds!r}")
+        self.bounds = bounds
+        super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
+
+    def get_schedule_param(self) -> dict[str, Any]:
+        """Name -> the schedule's value in this epoch, within the bounds; what has no value is left alone."""
+        low, high = self.bounds
+        bases = {name: value for name, value in self.base_param.items() if value is not None}
+        return {name: min(high, max(low, self._schedule_of(value).at(self.last_epoch))) for name, value in bases.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the sparsifier and the schedule, which the constructor gives. A copy."""
+        return copy.deepcopy({key: value for key, value in self.__dict__.items() if key not in ("data_sparsifier", "_schedule_of")})
+
+
+class StepScheduler(_Follows):
+    """The first value times ``gamma`` every ``step_size`` epochs, within ``bounds``."""
+
+    def __init__(
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        step_size: int = 1,
+        gamma: float = 0.5,
+        last_epoch: int = -1,
+        verbose: bool = False,
+        bounds: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        if isinstance(step_size, bool) or not isinstance(step_size, int) or step_size < 1:
+            raise ValueError(f"step_size must be an integer >= 1, got {step_size!r}")
+        super().__init__(data_sparsifier, schedule_param, lambda base: _Stairs(base, gamma, step_size), last_epoch, verbose, bounds)
+
+
+class _Stairs:
+    def __init__(self, start: float, factor: float, every: int) -> None:
+        self._start, self._factor, self._every = start, factor, every
+
+    def at(self, step: int) -> float:
+        return float(self._start * self._factor ** (max(0, step) // self._every))
+
+
+class LinearScheduler(_Follows):
+    """A straight line from ``start`` to the first value in ``steps`` epochs, within ``bounds``."""
+
+    def __init__(
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        start: float = 0.0,
+        steps: int = 10,
+        last_epoch: int = -1,
+        verbose: bool = False,
+        bounds: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        Linear(start=start, end=0.0, steps=steps)  # refuses what is out of its range
+        schedule = lambda base: Linear(start=start, end=base, steps=steps)  # noqa: E731
+        super().__init__(data_sparsifier, schedule_param, schedule, last_epoch, verbose, bounds)
+
+
+class CubicScheduler(_Follows):
+    """From ``start`` to the first value in ``steps`` epochs, fast at first (Zhu and Gupta, 2017), within ``bounds``."""
+
+    def __init__(
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        start: float = 0.0,
+        steps: int = 10,
+        last_epoch: int = -1,
+        verbose: bool = False,
+        bounds: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        Cubic(start=start, end=0.0, steps=steps)
+        schedule = lambda base: Cubic(start=start, end=base, steps=steps)  # noqa: E731
+        super().__init__(data_sparsifier, schedule_param, schedule, last_epoch, verbose, bounds)
+
+
+class ExponentialScheduler(_Follows):
+    """From ``start``, above 0, to the first value, by the same factor in each of ``steps`` epochs, within ``bounds``."""
+
+    def __init__(
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        start: float = 0.01,
+        steps: int = 10,
+        last_epoch: int = -1,
+        verbose: bool = False,
+        bounds: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        Exponential(start=start, end=1.0, steps=steps)
+        schedule = lambda base: Exponential(start=start, end=base, steps=steps)  # noqa: E731
+        super().__init__(data_sparsifier, schedule_param, schedule, last_epoch, verbose, bounds)

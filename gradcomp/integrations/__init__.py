@@ -1,0 +1,1 @@
+"""Thin layers over other libraries, each imported only by whoever uses it."""
