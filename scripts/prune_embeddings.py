@@ -3,8 +3,8 @@
     python scripts/prune_embeddings.py
 
 The model tells from which document a snippet of text comes: hashed n-grams of characters, an EmbeddingBag over them, a small MLP. The
-documents are the topics of the documentation inside CPython, or the files below ``--data``, or sixteen parts of one file. The last fifth
-of each document is held out. The last line of standard output is one JSON record.
+documents are the topics of the documentation inside CPython, or the files below ``--data``, or sixteen parts of one file. Every fifth
+snippet's length of each document is held out. The last line of standard output is one JSON record.
 """
 
 import argparse
@@ -95,23 +95,25 @@ class Snippets:
     def __init__(self, texts: list[bytes], args: argparse.Namespace) -> None:
         self.grams = [ngrams(text, args) for text in texts]
         self.length = args.snippet - args.ngram + 1
-        self.cut = [int(0.8 * len(grams)) for grams in self.grams]
+        self.block = 5 * args.snippet  # four fifths to train on, the last one held out
+        self.blocks = [len(grams) // self.block for grams in self.grams]
 
     def _at(self, document: int, start: int) -> np.ndarray:
         return self.grams[document][start : start + self.length]
 
     def batch(self, size: int, generator: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random snippets of the first four fifths."""
+        """Random snippets of what is not held out."""
         labels = generator.integers(len(self.grams), size=size)
-        rows = [self._at(label, generator.integers(self.cut[label] - self.length)) for label in labels]
+        starts = [generator.integers(self.blocks[label]) * self.block + generator.integers(3 * self.block // 5 + 1) for label in labels]
+        rows = [self._at(label, start) for label, start in zip(labels, starts)]
         return torch.from_numpy(np.stack(rows)), torch.from_numpy(labels)
 
     def held_out(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Up to 20 snippets of the last fifth of each document, evenly spaced."""
+        """Up to 20 of the snippets that are held out of each document, evenly spaced."""
         rows, labels = [], []
-        for label, (grams, cut) in enumerate(zip(self.grams, self.cut)):
-            for start in np.unique(np.linspace(cut, len(grams) - self.length, 20).astype(int)):
-                rows.append(self._at(label, start))
+        for label, blocks in enumerate(self.blocks):
+            for block in np.unique(np.linspace(0, blocks - 1, 20).astype(int)):
+                rows.append(self._at(label, block * self.block + 4 * self.block // 5))
                 labels.append(label)
         return torch.from_numpy(np.stack(rows)), torch.tensor(labels)
 

@@ -34,35 +34,35 @@ import gradcomp
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what is out of range ends with a message that names it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(prog="scripts/train.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add(
         "--hook",
         default="gradcomp",
         choices=["none", "noop", "fp16", "bf16", "powersgd", "gradcomp"],
-        help="how gradients travel: none is plain DDP, noop exchanges nothing",
+        help="how gradients travel (gradcomp): none is plain DDP, noop exchanges nothing",
     )
-    add("--rule", default="topk", choices=["topk", "threshold", "dense"], help="gradcomp: what matters")
+    add("--rule", default="topk", choices=["topk", "threshold", "dense"], help="gradcomp: what matters (topk)")
     add("--density", type=float, help="topk: fraction kept, in (0, 1]; 0.01 if not given")
     add("--threshold", type=float, help="threshold: magnitude above which an element is sent; 0.001 if not given")
-    add("--values", default="bf16", help="gradcomp: value format on the wire: fp32, bf16, fp16, int8 or sign")
-    add("--warmup-steps", type=int, default=0, help="topk: steps over which the density falls to its own")
+    add("--values", help="gradcomp: value format on the wire: fp32, bf16 (if not given), fp16, int8 or sign")
+    add("--warmup-steps", type=int, default=0, help="topk: steps over which the density falls to its own (0)")
     add("--analyze", action="store_true", help="gradcomp: print what gradients look like half-way, to choose a threshold by")
-    add("--powersgd-rank", type=int, default=1, help="powersgd: rank of the approximation")
+    add("--powersgd-rank", type=int, default=1, help="powersgd: rank of the approximation (1)")
     add("--data", type=Path, help="a text file or a folder of them, instead of the bundled documentation")
-    add("--steps", type=int, default=200)
-    add("--batch", type=int, default=16, help="sequences a rank and step")
-    add("--context", type=int, default=128, help="bytes a sequence")
-    add("--d-model", type=int, default=128)
-    add("--layers", type=int, default=4)
-    add("--optimizer", default="adamw", choices=["adamw", "sgd"])
+    add("--steps", type=int, default=200, help="of training in all, those before a resumption included (200)")
+    add("--batch", type=int, default=16, help="sequences a rank and step (16)")
+    add("--context", type=int, default=128, help="bytes a sequence (128)")
+    add("--d-model", type=int, default=128, help="width of the model, a multiple of 32 (128)")
+    add("--layers", type=int, default=4, help="depth of the model (4)")
+    add("--optimizer", default="adamw", choices=["adamw", "sgd"], help="(adamw)")
     add("--lr", type=float, help="peak learning rate; 0.003 for adamw, 0.3 for sgd if not given")
-    add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping")
-    add("--seed", type=int, default=0)
+    add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping (1)")
+    add("--seed", type=int, default=0, help="of weights and data (0)")
     add("--report", type=Path, help="folder for the record and the plot of all records in it")
     add("--name", help="name of this run in the report")
     add("--checkpoint", type=Path, help="folder, shared by all ranks, for a checkpoint every --checkpoint-every steps")
-    add("--checkpoint-every", type=int, default=50)
+    add("--checkpoint-every", type=int, default=50, help="steps from checkpoint to checkpoint (50)")
     add("--resume", action="store_true", help="continue from the newest whole checkpoint in --checkpoint, if there is one")
     args = parser.parse_args(argv)
     for field, low in (
@@ -81,8 +81,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--d-model must be a multiple of 32, got {args.d_model}")
     if args.data is not None and not args.data.exists():
         parser.error(f"--data must be a file or a folder, {args.data} does not exist")
-    if args.clip < 0 or (args.lr is not None and not 0 < args.lr < math.inf):
-        parser.error(f"--clip must be at least 0 and --lr above 0, got {args.clip} and {args.lr}")
+    if not 0 <= args.clip < math.inf:
+        parser.error(f"--clip must be at least 0, got {args.clip}")
+    if args.lr is not None and not 0 < args.lr < math.inf:
+        parser.error(f"--lr must be above 0, got {args.lr}")
     if args.name is not None and not re.fullmatch(r"[\w.()=+-]+", args.name):
         parser.error(f"--name must be made of letters, digits and _.()=+-, got {args.name!r}")
     if args.report is not None and args.report.exists() and not args.report.is_dir():
@@ -91,6 +93,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--resume needs --checkpoint FOLDER to resume from")
     if args.checkpoint is not None and args.hook == "powersgd":
         parser.error("--checkpoint has no meaning with --hook powersgd, whose state torch does not save")
+    if args.values is not None and args.hook != "gradcomp":
+        parser.error(f"--values has no meaning with --hook {args.hook}")
+    args.values = "bf16" if args.values is None else args.values
     unused = {"density": args.rule != "topk", "threshold": args.rule != "threshold", "warmup_steps": args.rule != "topk", "analyze": False}
     for field, of_another_rule in unused.items():
         if getattr(args, field) not in (None, 0, False) and (of_another_rule or args.hook != "gradcomp"):
@@ -227,11 +232,16 @@ class Meter:
         }
 
 
+SECONDARY = {"report", "name", "checkpoint", "checkpoint_every", "resume", "analyze"}
+"""Arguments that may change from a checkpoint to its resumption."""
+
+
 class Checkpoints:
     """Whole checkpoints in a folder that all ranks share: the hook's state of every rank, and what is equal on all."""
 
-    def __init__(self, folder: Path, handle: gradcomp.Handle | None, net: nn.Module, optimizer: Any, scheduler: Any) -> None:
-        self.folder = folder
+    def __init__(self, args: argparse.Namespace, handle: gradcomp.Handle | None, net: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        self.folder = args.checkpoint
+        self.config = {key: str(value) for key, value in vars(args).items() if key not in SECONDARY}
         self.handle = handle
         self.parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -243,7 +253,7 @@ class Checkpoints:
             gradcomp.save(self.handle, new / "hook")
         if dist.get_rank() == 0:
             saved = {name: part.state_dict() for name, part in self.parts.items()}
-            torch.save(saved | {"curve": curve}, new / "model.pt.partial")
+            torch.save(saved | {"curve": curve, "config": self.config}, new / "model.pt.partial")
             (new / "model.pt.partial").replace(new / "model.pt")
             for old in sorted(self.folder.glob("step-*"))[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -255,6 +265,10 @@ class Checkpoints:
         if found[0] is None:
             return []
         saved = torch.load(found[0], weights_only=True)
+        other = {key: was for key, was in saved["config"].items() if was != self.config.get(key)}
+        if other:
+            was = ", ".join(f"--{key.replace('_', '-')} {value}" for key, value in other.items())
+            raise SystemExit(f"--resume: the checkpoint in {found[0].parent} was made with {was}: give the same, or another --checkpoint")
         for name, part in self.parts.items():
             part.load_state_dict(saved[name])
         if self.handle is not None:
@@ -283,7 +297,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, 0.05 + 0.475 * (1 + math.cos(math.pi * step / args.steps)))
     )
-    checkpoints = None if args.checkpoint is None else Checkpoints(args.checkpoint, meter.handle, net, optimizer, scheduler)
+    checkpoints = None if args.checkpoint is None else Checkpoints(args, meter.handle, net, optimizer, scheduler)
     curve: list[dict[str, Any]] = checkpoints.resume() if checkpoints is not None and args.resume else []
     resumed_at, before = len(curve), curve[-1] if curve else {"sent_bytes": 0, "seconds": 0.0}
     seconds: list[float] = []
@@ -315,7 +329,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if rank == 0 and analysis is not None:
         print(analysis)
     if rank == 0 and meter.handle is not None:
-        print(meter.handle.traffic)
+        if resumed_at:
+            print(f"resumed after step {resumed_at} of {args.steps}; traffic is counted from there")
+        print(meter.handle.traffic if resumed_at < args.steps else "nothing was left to do: remove the checkpoints to begin anew")
     last = curve[-20:]
     return {
         "name": args.name,

@@ -2,7 +2,7 @@
 
 ``run_ranks(world_size, function, *args)`` calls ``function(rank, *args)`` on every rank, inside a process group, and returns the
 results in rank order. The function must be importable (top level of a module). The first failing rank's traceback is what the test
-fails with; ranks that outlive the limit dump their stacks and are killed.
+fails with, and what a rank that died wrote to standard error; ranks that outlive the limit dump their stacks there and are killed.
 """
 
 import faulthandler
@@ -16,6 +16,7 @@ import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,32 +31,39 @@ def run_ranks(world_size, function, *args, timeout_s=60):
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(rank, world_size, f"{folder}/store", theirs, timeout_s, function, args))
+            process = _context.Process(target=_rank, args=(rank, world_size, folder, theirs, timeout_s, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, processes, time.monotonic() + timeout_s + 10)
+            return _collect(pipes, processes, time.monotonic() + timeout_s + 10, folder)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes, processes, deadline):
+def _last_words(folder, rank):
+    file = Path(folder, f"stderr-{rank}")
+    return file.read_text(errors="replace")[-6000:] if file.exists() else ""
+
+
+def _collect(pipes, processes, deadline, folder):
     results, waiting = {}, dict(enumerate(pipes))
     while waiting:
         ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise AssertionError(f"ranks {sorted(waiting)} did not finish in time; their stacks are on stderr")
+            words = "\n".join(f"rank {rank}:\n{_last_words(folder, rank)}" for rank in sorted(waiting))
+            raise AssertionError(f"ranks {sorted(waiting)} did not finish in time:\n{words}")
         failed = []
         for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
             try:
                 ok, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
                 processes[rank].join(5)
-                ok, value = False, (0.0, f"died with exit code {processes[rank].exitcode}")  # without a word: the cause, not a victim
+                # Without a word: the cause, not a victim.
+                ok, value = False, (0.0, f"died with exit code {processes[rank].exitcode}\n{_last_words(folder, rank)}")
             if ok:
                 results[rank] = value
             else:
@@ -76,15 +84,17 @@ def _collect(pipes, processes, deadline):
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(rank, world_size, store, pipe, timeout_s, function, args):
+def _rank(rank, world_size, folder, pipe, timeout_s, function, args):
+    with open(f"{folder}/stderr-{rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(file=sys.__stderr__)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.__stderr__)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*barrier.*using the device under current context.*")
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s / 2)
-        )
+        store = dist.FileStore(f"{folder}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s / 2))
         result = function(rank, *args)
         dist.barrier()
         dist.destroy_process_group()

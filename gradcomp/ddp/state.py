@@ -128,8 +128,8 @@ class SparseState(Handle):
         self._group, self._shapes, self._feedback = None, {}, Feedback()
         self._begin()
         warnings.warn(
-            "gradcomp: a copy of a SparseState holds rules, settings, residuals and progress, but no process group, no GradScaler and no "
-            "network, and the copy of a DDP model has no hook: call state.attach(ddp_model) on the copy to go on with it",
+            "gradcomp: the copy of a DDP model has no hook: register again, and give the new handle the old one's state_dict(). The copy "
+            "of a SparseState holds rules, settings, residuals and progress, but no process group, GradScaler or network: attach(model).",
             UserWarning,
             stacklevel=3,
         )

@@ -91,7 +91,7 @@ class Traffic:
         elif not self.sparse_parameters:
             lines.append("  no parameter travelled sparse in the last step: dense by their rules, by cost, by a flush or a removal")
         if self.bad_steps:
-            lines.append(f"  {self.bad_steps} steps were refused: a gradient was not finite")
+            lines.append(f"  {self.bad_steps} step{'s' if self.bad_steps > 1 else ''} refused: a gradient was not finite")
         return "\n".join(lines)
 
 

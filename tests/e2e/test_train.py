@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,7 +90,10 @@ def test_the_hooks_beside_ours(hook):
         (["--threshold", "0.1"], "--threshold has no meaning with --hook gradcomp --rule topk"),
         (["--hook", "none", "--analyze"], "--analyze has no meaning with --hook none"),
         (["--hook", "fp16", "--warmup-steps", "3"], "--warmup-steps has no meaning with --hook fp16"),
-        (["--clip", "-1"], "--clip must be at least 0"),
+        (["--clip", "-1"], "--clip must be at least 0, got -1"),
+        (["--clip", "nan"], "--clip must be at least 0, got nan"),
+        (["--lr", "0"], "--lr must be above 0, got 0"),
+        (["--hook", "none", "--values", "int8"], "--values has no meaning with --hook none"),
         (["--name", "a/b"], "--name must be made of"),
         (["--report", "README.md"], "--report must be a folder"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
@@ -157,8 +161,41 @@ def test_an_elastic_restart_continues_the_same_loss_curve(tmp_path):
 def test_another_world_size_resumes(tmp_path):
     folder = str(tmp_path / "checkpoints")
     small = [*SMALL[2:], "--checkpoint", folder, "--checkpoint-every", "6", "--resume"]
-    torchrun(2, *small, "--steps", "6")
+    torchrun(2, *small, "--steps", "12", "--checkpoint-every", "6")
+    shutil.rmtree(f"{folder}/step-{12:08d}")
     _, record = torchrun(1, *small, "--steps", "12")
     assert (record["resumed_at"], record["world_size"]) == (6, 1)
-    _, record = torchrun(1, *small, "--steps", "12")
-    assert record["resumed_at"] == 12, "nothing left to do"
+    out, record = torchrun(1, *small, "--steps", "12")
+    assert record["resumed_at"] == 12
+    assert "nothing was left to do" in out
+
+
+def test_a_resumption_with_other_arguments_is_refused(tmp_path):
+    small = ["--checkpoint", str(tmp_path / "checkpoints"), "--checkpoint-every", "2", "--resume"]
+    torchrun(1, *SMALL[2:], *small, "--steps", "2")
+    other = ["--steps", "2", "--d-model", "32", "--layers", "1", "--batch", "4", "--context", "32", "--values", "fp32"]
+    run = subprocess.run([sys.executable, "scripts/train.py", *other, *small], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "was made with --values bf16, --d-model 64: give the same" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_embeddings_are_pruned_quantized_saved_and_read_back(tmp_path):
+    command = [sys.executable, "scripts/prune_embeddings.py", "--out", str(tmp_path), "--steps", "60", "--buckets", "4000", "--dim", "16"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    record = json.loads(run.stdout.splitlines()[-1])
+    assert record["accuracy"] > 3 / record["documents"], "it learns"
+    dense, *sparse = record["levels"]
+    assert dense["ratio"] > 3.5
+    assert abs(dense["accuracy"] - record["accuracy"]) < 0.02
+    assert [row["level"] for row in sparse] == [0.5, 0.8, 0.95]
+    for row in sparse:
+        assert abs(row["zeros"] - row["level"]) < 0.02
+        assert row["bytes"] == sum(file.stat().st_size for file in (tmp_path / f"level-{row['level']:g}").iterdir())
+    assert [row["ratio"] for row in sparse] == sorted(row["ratio"] for row in sparse)
+    assert sparse[-1]["ratio"] > 12
+    assert (tmp_path / "masks.png").read_bytes()[:4] == b"\x89PNG"
+    wrong = subprocess.run([*command, "--levels", "1.5"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "--levels must be in [0, 1), got 1.5" in wrong.stderr

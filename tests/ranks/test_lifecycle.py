@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 
-WARNING = "a copy of a SparseState holds rules, settings, residuals and progress, but no process group"
+WARNING = "the copy of a DDP model has no hook: register again"
 
 
 # 18, 19: copies
