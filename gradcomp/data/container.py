@@ -11,9 +11,12 @@ class Container(nn.Module):
     def hold(self, name: str, data: torch.Tensor, layer: nn.Module | None) -> torch.Tensor:
         """Hold a tensor, itself and not a copy, behind ``layer`` if that is given; return what is seen of it."""
         key = key_of(name)
-        self.register_buffer(key, data)
+        # register_parametrization() calls set_() on what it is given, after which a parameter's gradients pass DDP's reducer by: it is
+        # given an alias, and the tensor itself comes in afterwards.
+        self.register_buffer(key, data if layer is None else data.data)
         if layer is not None:
             parametrize.register_parametrization(self, key, layer)
+            self._layers(name)._buffers["original"] = data
         return self.seen(name)
 
     def drop(self, name: str) -> None:

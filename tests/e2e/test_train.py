@@ -187,7 +187,7 @@ def test_embeddings_are_pruned_quantized_saved_and_read_back(tmp_path):
     record = json.loads(run.stdout.splitlines()[-1])
     assert record["accuracy"] > 3 / record["documents"], "it learns"
     dense, *sparse = record["levels"]
-    assert dense["ratio"] > 3.5
+    assert dense["ratio"] > 3.3
     assert abs(dense["accuracy"] - record["accuracy"]) < 0.02
     assert [row["level"] for row in sparse] == [0.5, 0.8, 0.95]
     for row in sparse:

@@ -128,6 +128,20 @@ def test_gradients_flow_where_the_mask_is_one():
     assert weight.grad.sum(1).tolist() == [0, 3, 3, 3]
 
 
+def test_holding_a_parameter_leaves_its_gradient_hooks_alone():
+    """As DDP's are: set_() on the parameter, which torch's own parametrization does, would lose them."""
+    weight = nn.Parameter(torch.ones(4, 3))
+    node, seen = weight.view_as(weight).grad_fn.next_functions[0][0], []
+    node.register_hook(lambda *_: seen.append(1))
+    sparsifier = FirstRow([("x", weight)])
+    sparsifier.step()
+    assert weight._version == 0
+    weight.sum().backward()
+    sparsifier.squash_mask()
+    weight.sum().backward()
+    assert len(seen) == 2
+
+
 def test_what_the_mask_leaves_out_is_zero_whatever_it_was():
     data = torch.tensor([[float("nan"), float("inf")], [1.0, 2.0]])
     sparsifier = FirstRow([("x", data)])
