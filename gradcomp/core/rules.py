@@ -219,6 +219,8 @@ def fill_mask(rule: AnyRule, name: str, data: torch.Tensor, mask: torch.Tensor) 
         finally:
             rule.state[name].pop("mask", None)
             rule.state[name].update(held)
+            if not rule.state[name]:
+                del rule.state[name]
     else:
         returned = rule(data, mask)
     if returned is not None and returned is not mask:

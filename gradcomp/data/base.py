@@ -6,6 +6,7 @@ runs after changing its imports. Nothing of ``torch.ao`` is imported.
 
 import abc
 import copy
+import re
 import warnings
 import weakref
 from collections import defaultdict
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from gradcomp.data.container import Container
-from gradcomp.data.masks import FakeSparsity
+from gradcomp.data.masks import FakeSparsity, is_expanded
 from gradcomp.data.saving import Saving
 from gradcomp.errors import DataError
 
@@ -25,6 +26,10 @@ EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 
 SUPPORTED_TYPES = {torch.Tensor, nn.Parameter, *EMBEDDING_TYPES}
 """What :meth:`BaseDataSparsifier.add_data` takes; subclasses too."""
+
+
+UNSUPPORTED = {getattr(torch, name) for name in dir(torch) if re.fullmatch(r"uint(16|32|64)|float8_\w+|float4_\w+", name)}
+"""dtypes that torch stores and does not multiply."""
 
 
 class BaseDataSparsifier(Saving, abc.ABC):
@@ -54,7 +59,7 @@ class BaseDataSparsifier(Saving, abc.ABC):
         self._whole: dict[str, torch.Tensor] = {}  # masks of which a shorter batch uses the first rows
         self._returned: dict[str, weakref.ref[torch.Tensor]] = {}
         for name, data in data_list or ():
-            self.add_data(name, data, **self.defaults)
+            self.add_data(name, data, **copy.deepcopy(self.defaults))
 
     def prepare(self, model: object, config: object) -> None:
         """Of model sparsifiers; not defined here."""
@@ -102,7 +107,7 @@ class BaseDataSparsifier(Saving, abc.ABC):
 
     def _hold(self, name: str, data: Any, reuse_mask: bool, config: dict[str, Any], known: bool) -> torch.Tensor:
         weight = self._extract_weight(data)
-        settings = copy.deepcopy(self.data_groups[name] if known else self.data_groups.get(name, self.defaults))
+        settings = copy.deepcopy(self.data_groups[name] if known else {**self.defaults, **self.data_groups.get(name, {})})
         settings.update(config)
         mask = settings.get("mask")
         if known and reuse_mask and "mask" not in config and self._has_mask(name):
@@ -120,15 +125,31 @@ class BaseDataSparsifier(Saving, abc.ABC):
         elif not isinstance(mask, torch.Tensor) or mask.shape != weight.shape:
             raise DataError(f"mask of {name!r} must be a tensor of the data's shape {tuple(weight.shape)}, got {_shape_of(mask)}")
         mask = mask.to(weight.device, weight.dtype)
+        mask = mask.clone() if is_expanded(mask) else mask
+        self._try_layer(name, weight, mask, settings)
         kept = {key: value for key, value in self.state[name].items() if key != "mask"} if known and reuse_mask else {}
         if known:
             self._delete_data(name)
         return self._register(name, weight, mask, settings, kept)
 
+    def _try_layer(self, name: str, weight: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any]) -> None:
+        """Raise before anything is replaced if the layer does not fit the data."""
+        make = settings.get("parametrization", FakeSparsity)
+        if make is not FakeSparsity:
+            Container().hold(name, weight.detach().clone(), make(mask))
+
     def _register(
-        self, name: str, weight: torch.Tensor, mask: torch.Tensor, settings: dict[str, Any], kept: dict[str, Any]
+        self,
+        name: str,
+        weight: torch.Tensor,
+        mask: torch.Tensor,
+        settings: dict[str, Any],
+        kept: dict[str, Any],
+        *,
+        is_original: bool = False,
     ) -> torch.Tensor:
-        value = self._container.hold(name, weight, settings.get("parametrization", FakeSparsity)(mask))
+        layer = settings.get("parametrization", FakeSparsity)(mask)
+        value = self._container.hold(name, weight, layer, is_original=is_original)
         self.state[name] = {**kept, "mask": mask}
         self.data_groups[name] = settings
         self._returned[name] = weakref.ref(value)
@@ -145,11 +166,15 @@ class BaseDataSparsifier(Saving, abc.ABC):
 
     def _extract_weight(self, data: Any) -> torch.Tensor:
         """The tensor of a supported type of data."""
+        if isinstance(data, (nn.Embedding, nn.EmbeddingBag)) and "weight" not in data._parameters:
+            raise DataError(f"data must have its weight as a parameter, that of the {type(data).__name__} is computed: remove what does it")
         weight: Any = data.weight if isinstance(data, (nn.Embedding, nn.EmbeddingBag)) else data
         if not isinstance(weight, torch.Tensor):
             raise DataError(f"data must be a Tensor, Parameter, Embedding or EmbeddingBag, got a {type(data).__name__}")
         if weight.layout != torch.strided or weight.is_quantized:
             raise DataError(f"data must be strided and not quantized, got {weight.layout}, {weight.dtype}")
+        if weight.dtype in UNSUPPORTED:
+            raise DataError(f"data must be of a dtype that torch computes with, got {weight.dtype}")
         return weight
 
     def _delete_data(self, name: str) -> None:
@@ -192,7 +217,10 @@ class BaseDataSparsifier(Saving, abc.ABC):
     # Steps
 
     def step(self) -> None:
-        """Compute every mask anew, from ones, with :meth:`update_mask`. Data whose mask was squashed is left alone."""
+        """Compute every mask anew, from ones, with :meth:`update_mask`; where that raises, the mask stays at ones.
+
+        Data whose mask was squashed is left alone. Of a batch shorter than its mask the first rows are computed, the others stay.
+        """
         if not self.enable_mask_update:
             return
         with torch.no_grad():
@@ -221,13 +249,14 @@ class BaseDataSparsifier(Saving, abc.ABC):
             if value is not returned:
                 returned.data.copy_(value)
 
-    def squash_mask(self, *, leave_parametrized: bool = True, names: Iterable[str] | None = None) -> None:
+    def squash_mask(self, *args: Any, leave_parametrized: bool = True, names: Iterable[str] | None = None, **kwargs: Any) -> None:
         """Make masks final: apply them to the tensors that were added, in place, or let go of them.
 
         Args:
             leave_parametrized: True multiplies the data by its mask, so that a model's embedding becomes sparse now; False leaves the
                 data as it is. (The name is that of ``torch.nn.utils.parametrize.remove_parametrizations``.)
             names: of the data; all if None. What is squashed already stays so.
+            *args, **kwargs: accepted as upstream does, and without a meaning there too.
 
         Raises:
             ValueError: a name that has no data.
@@ -241,8 +270,9 @@ class BaseDataSparsifier(Saving, abc.ABC):
             if not self._container.is_covered(name):
                 continue
             if leave_parametrized:
+                original, value = self._container.original(name), self.get_data(name, return_original=False)
                 with torch.no_grad():
-                    self._container.original(name).copy_(self.get_data(name, return_original=False))
+                    original.set_(value) if is_expanded(original) else original.copy_(value)  # type: ignore[call-overload]
             self._container.uncover(name)
             self._refresh(name)
 

@@ -1,5 +1,7 @@
 """The module that holds a data sparsifier's data: buffers, each parametrized by its mask until that is squashed."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -8,16 +10,30 @@ from torch.nn.utils import parametrize
 class Container(nn.Module):
     """Data by name. A name is the attribute that holds it, escaped where a module could not have such an attribute."""
 
-    def hold(self, name: str, data: torch.Tensor, layer: nn.Module | None) -> torch.Tensor:
-        """Hold a tensor, itself and not a copy, behind ``layer`` if that is given; return what is seen of it."""
+    def hold(self, name: str, data: torch.Tensor, layer: nn.Module | None, *, is_original: bool = False) -> torch.Tensor:
+        """Hold a tensor, itself and not a copy, behind ``layer`` if that is given; return what is seen of it.
+
+        Where a layer has a ``right_inverse``, the data becomes what the layer makes itself of, unless it ``is_original`` already.
+        """
         key = key_of(name)
         # register_parametrization() calls set_() on what it is given, after which a parameter's gradients pass DDP's reducer by: it is
         # given an alias, and the tensor itself comes in afterwards.
         self.register_buffer(key, data if layer is None else data.data)
         if layer is not None:
             parametrize.register_parametrization(self, key, layer)
-            self._layers(name)._buffers["original"] = data
+            layers = self._layers(name)
+            if hasattr(layer, "right_inverse") and not is_original:
+                with torch.no_grad():
+                    data.copy_(layers.original)
+            layers._buffers["original"] = data
         return self.seen(name)
+
+    def load_layer(self, name: str, saved: Mapping[str, torch.Tensor]) -> None:
+        """Give the layer in front of the data what it has of its own, from a ``state_dict()``."""
+        start = f"parametrizations.{key_of(name)}.0."
+        layer = self.layer(name)
+        if layer is not None:
+            layer.load_state_dict({key[len(start) :]: value for key, value in saved.items() if key.startswith(start)}, strict=False)
 
     def drop(self, name: str) -> None:
         """Let go of a tensor, and leave it as it is."""

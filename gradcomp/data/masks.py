@@ -12,6 +12,11 @@ from gradcomp.core import codec
 FORMAT = 1
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one in memory, so that they cannot be written one by one."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+
+
 class FakeSparsity(nn.Module):
     """A parametrization that applies a mask: ``data * mask``, and 0 where the mask is 0, whatever the data is there.
 
@@ -29,7 +34,8 @@ class FakeSparsity(nn.Module):
         """The masked data, a new tensor; gradients flow where the mask is not 0."""
         if self.mask.shape != data.shape:
             raise ValueError(f"mask must have the data's shape {tuple(data.shape)}, got {tuple(self.mask.shape)}")
-        return (data * self.mask.to(data.dtype)).masked_fill(self.mask == 0, 0)
+        mask = self.mask.to(data.dtype, copy=True)  # the graph keeps it, and the next step writes to the live one
+        return (data * mask).masked_fill(mask == 0, 0)
 
 
 def to_sparse(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

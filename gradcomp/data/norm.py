@@ -33,10 +33,21 @@ class ThresholdSparsifier(BaseDataSparsifier):
         threshold = _at_least_zero(config["threshold"])
         mask, values = self.state[name]["mask"], data.detach()
         if not (mask.is_contiguous() and values.is_contiguous()):
-            mask.copy_(~(values.abs() < threshold))
+            mask.copy_(~(magnitude_of(values) < threshold))
             return
         for out, part in zip(torch.split(mask.view(-1), CHUNK), torch.split(values.view(-1), CHUNK)):
-            torch.logical_not(part.abs() < threshold, out=out)
+            torch.logical_not(magnitude_of(part) < threshold, out=out)
+
+
+def magnitude_of(data: torch.Tensor) -> torch.Tensor:
+    """``|x|`` in fp32, fp64 for what is wider: integers have no magnitude of their smallest number, half precision compares as fp32."""
+    if data.is_complex() or data.dtype in (torch.float32, torch.float64):
+        return data.abs()
+    return data.to(torch.float64 if data.dtype in (torch.int64, torch.int32) else torch.float32).abs_()
+
+
+class _WholeBlock(int):
+    """A number of zeros that was not given: all of the block, whatever block a name has."""
 
 
 def _at_least_zero(threshold: object) -> float:
@@ -76,8 +87,7 @@ class DataNormSparsifier(BaseDataSparsifier):
         norm: str = "L1",
     ) -> None:
         self.norm = _known_norm(norm)
-        self._whole_blocks = zeros_per_block is None
-        zeros = math.prod(sparse_block_shape) if zeros_per_block is None else zeros_per_block
+        zeros = _WholeBlock(math.prod(sparse_block_shape)) if zeros_per_block is None else zeros_per_block
         defaults = {"sparsity_level": sparsity_level, "sparse_block_shape": sparse_block_shape, "zeros_per_block": zeros}
         super().__init__(data_list=data_list, **defaults)
 
@@ -85,8 +95,8 @@ class DataNormSparsifier(BaseDataSparsifier):
         """As :meth:`BaseDataSparsifier.add_data`; blocks of another shape are left out whole unless ``zeros_per_block`` was given."""
         if "norm" in config:
             _known_norm(config["norm"])
-        if self._whole_blocks and "sparse_block_shape" in config and "zeros_per_block" not in config:
-            config["zeros_per_block"] = math.prod(config["sparse_block_shape"])
+        if isinstance(self.defaults["zeros_per_block"], _WholeBlock) and "sparse_block_shape" in config:
+            config.setdefault("zeros_per_block", _WholeBlock(math.prod(config["sparse_block_shape"])))
         return super().add_data(name, data, reuse_mask, **config)
 
     def update_mask(self, name: str, data: torch.Tensor, **config: Any) -> None:
@@ -95,7 +105,7 @@ class DataNormSparsifier(BaseDataSparsifier):
         size = rows * columns
         if min(rows, columns) < 1:
             raise ValueError(f"sparse_block_shape of {name!r} must be two integers >= 1, got {(rows, columns)}")
-        if zeros is None:
+        if zeros is None or isinstance(zeros, _WholeBlock):
             zeros = size
         if not 0 <= zeros <= size:
             raise ValueError(f"zeros_per_block of {name!r} must be between 0 and the block's {size} elements, got {zeros}")
@@ -107,7 +117,7 @@ class DataNormSparsifier(BaseDataSparsifier):
             mask.fill_(0)
             return
         blocks = _Blocks(data, rows, columns)
-        importance = blocks.magnitude if norm == "L1" else blocks.magnitude.square()
+        importance = blocks.magnitude if norm == "L1" else blocks.magnitude.double().square()  # fp32 would overflow
         count = min(blocks.count, round(level * blocks.count))
         chosen = _smallest(blocks.mean_of(importance), count)
         mask.copy_(blocks.without(chosen, zeros).view(mask.shape))
@@ -120,21 +130,25 @@ def _known_norm(norm: object) -> str:
 
 
 class _Blocks:
-    """Magnitudes of a tensor cut into blocks: [matrices, block rows, block columns, rows * columns], NaN outside of the tensor."""
+    """Magnitudes of a tensor cut into blocks: [matrices, block rows, block columns, rows * columns], 0 outside of the tensor."""
 
     def __init__(self, data: torch.Tensor, rows: int, columns: int) -> None:
         self._rows, self._columns = rows, columns
-        wide = torch.float64 if data.dtype in (torch.float64, torch.int64, torch.int32) else torch.float32
-        magnitude = data.detach().to(wide).abs()
+        magnitude = magnitude_of(data.detach())
         flat = magnitude.reshape(1, 1, -1) if data.dim() < 2 else magnitude.reshape(-1, *data.shape[-2:])
         self._height, self._width = flat.shape[-2:]
         down, right = -self._height % rows, -self._width % columns
-        self._ragged = bool(down or right)
-        if self._ragged:
-            flat = torch.nn.functional.pad(flat, (0, right, 0, down), value=torch.nan)
-        self._grid = (flat.shape[0], flat.shape[1] // rows, flat.shape[2] // columns)
-        matrices, down, across = self._grid
-        self.magnitude = flat.reshape(matrices, down, rows, across, columns).transpose(2, 3).flatten(3)
+        self._grid = (flat.shape[0], (self._height + down) // rows, (self._width + right) // columns)
+        self.outside: torch.Tensor | None = None
+        if down or right:
+            real = torch.ones((1, self._height, self._width), dtype=torch.bool, device=flat.device)
+            self.outside = ~self._cut(torch.nn.functional.pad(real, (0, right, 0, down)))
+            flat = torch.nn.functional.pad(flat, (0, right, 0, down))
+        self.magnitude = self._cut(flat)
+
+    def _cut(self, flat: torch.Tensor) -> torch.Tensor:
+        _, down, across = self._grid
+        return flat.reshape(flat.shape[0], down, self._rows, across, self._columns).transpose(2, 3).flatten(3)
 
     @property
     def count(self) -> int:
@@ -143,7 +157,9 @@ class _Blocks:
 
     def mean_of(self, importance: torch.Tensor) -> torch.Tensor:
         """Mean over a block's real elements, by block: float [count]."""
-        return (importance.nanmean(-1) if self._ragged else importance.mean(-1)).reshape(-1)
+        if self.outside is None:
+            return importance.mean(-1).reshape(-1)
+        return (importance.sum(-1) / (~self.outside).sum(-1)).reshape(-1)
 
     def without(self, chosen: torch.Tensor, zeros: int) -> torch.Tensor:
         """Bool, True where an element stays: all but the ``zeros`` smallest of each chosen block."""
@@ -152,7 +168,10 @@ class _Blocks:
         if zeros == size:
             kept[chosen] = False
         else:
-            inside = self.magnitude.reshape(-1, size)[chosen].nan_to_num(nan=torch.inf)  # what is outside of the tensor comes last
+            inside = self.magnitude.nan_to_num(nan=torch.inf)
+            if self.outside is not None:
+                inside = inside.masked_fill(self.outside, torch.inf)  # what is outside of the tensor comes last
+            inside = inside.reshape(-1, size)[chosen]
             kept[chosen] = torch.ones_like(inside, dtype=torch.bool).scatter_(1, inside.topk(zeros, largest=False).indices, False)
         matrices, down, across = self._grid
         whole = kept.view(matrices, down, across, self._rows, self._columns).transpose(2, 3)

@@ -139,7 +139,7 @@ def post_training_sparse_quantize(
         select_embeddings: these modules only; all if None.
         backend: ``torch``: torch's own quantized modules; ``gradcomp``: :class:`QuantizedEmbedding` and
             :class:`QuantizedEmbeddingBag`; ``auto``: torch's where this torch has them and they compute the same (its EmbeddingBag
-            knows the mode ``sum`` alone), else ours.
+            knows the mode ``sum`` alone; its Embedding takes contiguous ids of one or two dimensions), else ours.
         **sparse_config: for the sparsifier.
 
     Returns:
@@ -149,7 +149,9 @@ def post_training_sparse_quantize(
         DataError: (an AssertionError too) ``select_embeddings`` is not a list of embeddings of the model.
         ValueError: another backend, or weights that are not finite.
 
-    Mutates: the model, and where tables are shared with other modules (tied weights) those weights, which become sparse too.
+    Subclasses with a ``forward`` of their own, and embeddings whose weight is computed (weight norm), are left alone.
+
+    Mutates: the model, and with ``sparsify_first`` what shares a table with other modules (tied weights): it becomes sparse there too.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
@@ -159,6 +161,8 @@ def post_training_sparse_quantize(
     for name, module in chosen:
         weight = module.weight.detach()
         tables.setdefault(id(module.weight), (name, _renormed(weight, module)))
+    for _, module in chosen:  # before anything is changed
+        _convert(module, *rows_to_int8(module.weight), backend)
     sparsifier = data_sparsifier_class(**sparse_config)
     quantized = {}
     if sparsify_first:
@@ -179,7 +183,7 @@ def post_training_sparse_quantize(
     wanted = {id(module) for _, module in chosen}
     for name, module in places:
         if id(module) in wanted:
-            new = made.setdefault(id(module), _convert(module, *quantized[id(module.weight)], backend))
+            new = made.setdefault(id(module), _like(module, _convert(module, *quantized[id(module.weight)], backend)))
             if not name:
                 return new
             parent, _, leaf = name.rpartition(".")
@@ -190,8 +194,14 @@ def post_training_sparse_quantize(
 def _places(model: nn.Module) -> Iterator[tuple[str, Embedding]]:
     """Every place of an embedding in the model, shared modules at each of theirs; the name of a root embedding is empty."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and _is_plain(module):
             yield name, module
+
+
+def _is_plain(module: Embedding) -> bool:
+    """Whether the module does what its class in torch does, with a weight of its own: others are left alone."""
+    original = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    return type(module).forward is original.forward and "weight" in module._parameters
 
 
 def _chosen(places: list[tuple[str, Embedding]], selected: list[nn.Module] | None) -> list[tuple[str, Embedding]]:
@@ -203,6 +213,8 @@ def _chosen(places: list[tuple[str, Embedding]], selected: list[nn.Module] | Non
     for module in selected:
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise DataError(f"select_embeddings must be made of Embedding and EmbeddingBag modules, got a {type(module).__name__}")
+        if not _is_plain(module):
+            raise DataError(f"select_embeddings must be plain, a {type(module).__name__} has a forward or a computed weight of its own")
         at = next((place for place in places if place[1] is module), None)
         if at is None:
             raise DataError(f"select_embeddings must be modules of the model, {module} is none")
@@ -218,7 +230,8 @@ def _renormed(weight: torch.Tensor, module: Embedding) -> torch.Tensor:
 
 
 def _convert(module: Embedding, int8: torch.Tensor, scales: torch.Tensor, backend: str) -> nn.Module:
-    same = not isinstance(module, nn.EmbeddingBag) or (module.mode == "sum" and module.padding_idx is None)
+    bag = isinstance(module, nn.EmbeddingBag)
+    same = not bag or (module.mode == "sum" and module.padding_idx is None and not module.include_last_offset)
     if backend == "torch" and isinstance(module, nn.EmbeddingBag) and not same:
         raise ValueError(f"backend 'torch' has no EmbeddingBag of mode {module.mode!r} with these options: take 'auto' or 'gradcomp'")
     if backend != "gradcomp" and same:
@@ -234,11 +247,18 @@ def _convert(module: Embedding, int8: torch.Tensor, scales: torch.Tensor, backen
     )
 
 
+def _like(module: Embedding, new: nn.Module) -> nn.Module:
+    """The new module with the old one's hooks and mode."""
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"):
+        getattr(new, hooks).update(getattr(module, hooks))
+    return new.train(module.training)
+
+
 def _torch_module(module: Embedding, int8: torch.Tensor, scales: torch.Tensor) -> nn.Module | None:
     """torch's quantized module with the same table, its zero point in the middle so that zero stays zero; None where there is none."""
     options: dict[str, Any] = {"dtype": torch.quint8}
     if isinstance(module, nn.EmbeddingBag):
-        options |= {"mode": "sum", "include_last_offset": module.include_last_offset}
+        options |= {"mode": "sum"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch will drop them; ours follow then
         try:

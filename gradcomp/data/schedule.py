@@ -8,7 +8,6 @@ import copy
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -22,7 +21,8 @@ class BaseDataScheduler(abc.ABC):
     Args:
         data_sparsifier: whose ``data_groups`` are set; names that are added later are scheduled too.
         schedule_param: the entry, such as ``sparsity_level``.
-        last_epoch: -1 to begin; the last finished epoch to continue from there, with the sparsifier's configuration as it is.
+        last_epoch: -1 to begin; the last epoch of a scheduler before to continue from there, with the sparsifier's configuration as it
+            is and the first values that its state remembers.
         verbose: print every change.
 
     Raises:
@@ -43,7 +43,9 @@ class BaseDataScheduler(abc.ABC):
         self.verbose = verbose
         self._last_param: dict[str, Any] = {}
         self._step_count = 0
+        self._get_sp_called_within_step = False
         _count_steps(data_sparsifier)
+        data_sparsifier._step_count = 0  # type: ignore[attr-defined]
         self._note_new_names()
         if last_epoch < 0:
             self.step()
@@ -59,7 +61,14 @@ class BaseDataScheduler(abc.ABC):
         return {name: config.get(self.schedule_param) for name, config in self.data_sparsifier.data_groups.items()}
 
     def _note_new_names(self) -> None:
-        self.base_param = {**self._current(), **self.base_param}
+        """Note first values, here and in the state of the data, which is saved with the sparsifier."""
+        key, states = f"initial_{self.schedule_param}", self.data_sparsifier.state
+        for name, value in self._current().items():
+            if name not in self.base_param:
+                held = states.get(name, {})
+                self.base_param[name] = held.get(key, value) if self.last_epoch >= 0 else value
+                if held and value is not None:
+                    held[key] = self.base_param[name]
 
     def get_last_param(self) -> dict[str, Any]:
         """Name -> the value that the last step set."""
@@ -72,7 +81,12 @@ class BaseDataScheduler(abc.ABC):
         self._step_count += 1
         self.last_epoch += 1
         self._note_new_names()
-        self._apply(self.get_schedule_param())
+        self._get_sp_called_within_step = True
+        try:
+            values = self.get_schedule_param()
+        finally:
+            self._get_sp_called_within_step = False
+        self._apply(values)
         self._last_param = self._current()
         self.data_sparsifier.enable_mask_update = True
 
@@ -102,54 +116,53 @@ class BaseDataScheduler(abc.ABC):
         self.__dict__.update(copy.deepcopy(state_dict))
         self._apply(self._last_param)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _count_steps(self.data_sparsifier)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__} (\n{self.data_sparsifier!r}\n  {self.schedule_param}: {self.base_param}\n)"
 
 
 def _count_steps(sparsifier: BaseDataSparsifier) -> None:
     """Count calls of the sparsifier's step from now on, without a reference that keeps it alive."""
-    if not getattr(sparsifier.step, "_with_counter", False):
-        reference, function = weakref.ref(sparsifier), type(sparsifier).step
+    if getattr(sparsifier.step, "_with_counter", False):
+        return
+    reference = weakref.ref(sparsifier)
+    replaced = vars(sparsifier).get("step")  # an object's own step goes before its class's
+    function = type(sparsifier).step
 
-        @wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> None:
-            instance = reference()
-            if instance is not None:
-                instance._step_count += 1  # type: ignore[attr-defined]
-                function(instance, *args, **kwargs)
+    @wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        instance = reference()
+        if instance is None:
+            return None
+        instance._step_count += 1  # type: ignore[attr-defined]
+        return function(instance, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
 
-        counted._with_counter = True  # type: ignore[attr-defined]
-        sparsifier.step = counted  # type: ignore[method-assign]
-    sparsifier._step_count = 0  # type: ignore[attr-defined]
+    counted._with_counter = True  # type: ignore[attr-defined]
+    sparsifier.step = counted  # type: ignore[method-assign]
 
 
 class _Follows(BaseDataScheduler):
     """Follows a :class:`gradcomp.schedule.Schedule` made from each name's first value; clamped."""
 
-    def __init__(
-        self,
-        data_sparsifier: BaseDataSparsifier,
-        schedule_param: str,
-        schedule_of: Callable[[float], Schedule],
-        last_epoch: int,
-        verbose: bool,
-        bounds: tuple[float, float],
-    ) -> None:
-        self._schedule_of = schedule_of
-        if not bounds[0] <= bounds[1]:
-            raise ValueError(f"bounds must be (lowest, highest), got {bounds!r}")
-        self.bounds = bounds
-        super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
+    bounds: tuple[float, float]
+
+    def schedule_of(self, base: float) -> Schedule:
+        """The schedule of a name whose first value is ``base``."""
+        raise NotImplementedError
 
     def get_schedule_param(self) -> dict[str, Any]:
         """Name -> the schedule's value in this epoch, within the bounds; what has no value is left alone."""
         low, high = self.bounds
         bases = {name: value for name, value in self.base_param.items() if value is not None}
-        return {name: min(high, max(low, self._schedule_of(value).at(self.last_epoch))) for name, value in bases.items()}
+        return {name: min(high, max(low, self.schedule_of(value).at(self.last_epoch))) for name, value in bases.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the sparsifier and the schedule, which the constructor gives. A copy."""
-        return copy.deepcopy({key: value for key, value in self.__dict__.items() if key not in ("data_sparsifier", "_schedule_of")})
+    def _take_bounds(self, bounds: tuple[float, float]) -> None:
+        if not bounds[0] <= bounds[1]:
+            raise ValueError(f"bounds must be (lowest, highest), got {bounds!r}")
+        self.bounds = bounds
 
 
 class StepScheduler(_Follows):
@@ -167,7 +180,13 @@ class StepScheduler(_Follows):
     ) -> None:
         if isinstance(step_size, bool) or not isinstance(step_size, int) or step_size < 1:
             raise ValueError(f"step_size must be an integer >= 1, got {step_size!r}")
-        super().__init__(data_sparsifier, schedule_param, lambda base: _Stairs(base, gamma, step_size), last_epoch, verbose, bounds)
+        self.step_size, self.gamma = step_size, gamma
+        self._take_bounds(bounds)
+        super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
+
+    def schedule_of(self, base: float) -> Schedule:
+        """Stairs from ``base``."""
+        return _Stairs(base, self.gamma, self.step_size)
 
 
 class _Stairs:
@@ -178,44 +197,48 @@ class _Stairs:
         return float(self._start * self._factor ** (max(0, step) // self._every))
 
 
-class LinearScheduler(_Follows):
+class _Ramps(_Follows):
+    """From ``start`` to the first value in ``steps`` epochs, in the way of ``ramp``."""
+
+    ramp: Any
+
+    def __init__(
+        self,
+        data_sparsifier: BaseDataSparsifier,
+        schedule_param: str,
+        start: float = 0.0,
+        steps: int = 10,
+        last_epoch: int = -1,
+        verbose: bool = False,
+        bounds: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        self.ramp(start=start, end=1.0, steps=steps)  # refuses what is out of its range
+        self.start, self.steps = start, steps
+        self._take_bounds(bounds)
+        super().__init__(data_sparsifier, schedule_param, last_epoch, verbose)
+
+    def schedule_of(self, base: float) -> Schedule:
+        """A ramp to ``base``."""
+        schedule: Schedule = self.ramp(start=self.start, end=base, steps=self.steps)
+        return schedule
+
+
+class LinearScheduler(_Ramps):
     """A straight line from ``start`` to the first value in ``steps`` epochs, within ``bounds``."""
 
-    def __init__(
-        self,
-        data_sparsifier: BaseDataSparsifier,
-        schedule_param: str,
-        start: float = 0.0,
-        steps: int = 10,
-        last_epoch: int = -1,
-        verbose: bool = False,
-        bounds: tuple[float, float] = (0.0, 1.0),
-    ) -> None:
-        Linear(start=start, end=0.0, steps=steps)  # refuses what is out of its range
-        schedule = lambda base: Linear(start=start, end=base, steps=steps)  # noqa: E731
-        super().__init__(data_sparsifier, schedule_param, schedule, last_epoch, verbose, bounds)
+    ramp = Linear
 
 
-class CubicScheduler(_Follows):
+class CubicScheduler(_Ramps):
     """From ``start`` to the first value in ``steps`` epochs, fast at first (Zhu and Gupta, 2017), within ``bounds``."""
 
-    def __init__(
-        self,
-        data_sparsifier: BaseDataSparsifier,
-        schedule_param: str,
-        start: float = 0.0,
-        steps: int = 10,
-        last_epoch: int = -1,
-        verbose: bool = False,
-        bounds: tuple[float, float] = (0.0, 1.0),
-    ) -> None:
-        Cubic(start=start, end=0.0, steps=steps)
-        schedule = lambda base: Cubic(start=start, end=base, steps=steps)  # noqa: E731
-        super().__init__(data_sparsifier, schedule_param, schedule, last_epoch, verbose, bounds)
+    ramp = Cubic
 
 
-class ExponentialScheduler(_Follows):
+class ExponentialScheduler(_Ramps):
     """From ``start``, above 0, to the first value, by the same factor in each of ``steps`` epochs, within ``bounds``."""
+
+    ramp = Exponential
 
     def __init__(
         self,
@@ -227,6 +250,4 @@ class ExponentialScheduler(_Follows):
         verbose: bool = False,
         bounds: tuple[float, float] = (0.0, 1.0),
     ) -> None:
-        Exponential(start=start, end=1.0, steps=steps)
-        schedule = lambda base: Exponential(start=start, end=base, steps=steps)  # noqa: E731
-        super().__init__(data_sparsifier, schedule_param, schedule, last_epoch, verbose, bounds)
+        super().__init__(data_sparsifier, schedule_param, start, steps, last_epoch, verbose, bounds)

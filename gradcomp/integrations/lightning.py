@@ -99,12 +99,18 @@ class TrainingAwareDataSparsity(Callback):
         self.data_scheduler: Any = None
         self.sparsified: nn.Module | None = None
         self.data_sparsifier_state_dict: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make sparsifier and scheduler, with a first copy of the model."""
+        """Make sparsifier and scheduler, with a first copy of the model; from a checkpoint, as they were."""
         self.data_sparsifier = self.data_sparsifier_class(**self.data_sparsifier_args)
         self._attach(pl_module)
         self.data_scheduler = self.data_scheduler_class(data_sparsifier=self.data_sparsifier, **copy.deepcopy(self.data_scheduler_args))
+        if self._restored is not None and self._restored["data_sparsifier"] is not None:
+            self.data_sparsifier_state_dict = self._restored["data_sparsifier"]
+            self.data_sparsifier.load_state_dict(self._restored["data_sparsifier"])
+            self.data_scheduler.load_state_dict(self._restored["data_scheduler"])
+        self._restored = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sparsify a new copy with the masks and the configuration so far, and go on with the schedule."""
@@ -131,3 +137,7 @@ class TrainingAwareDataSparsity(Callback):
         """For Lightning's checkpoints: the sparsifier's and the scheduler's state."""
         scheduler = None if self.data_scheduler is None else self.data_scheduler.state_dict()
         return {"data_sparsifier": self.data_sparsifier_state_dict, "data_scheduler": scheduler}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict` when training starts."""
+        self._restored = dict(state_dict)

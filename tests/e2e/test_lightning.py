@@ -1,5 +1,6 @@
 """The callbacks under the real Lightning trainer."""
 
+import pickle
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import pytorch_lightning as pl
 
-from gradcomp.data import DataNormSparsifier, LinearScheduler
+from gradcomp.data import DataNormSparsifier, LinearScheduler, StepScheduler
 from gradcomp.integrations.lightning import PostTrainingDataSparsity, TrainingAwareDataSparsity, _get_valid_name, names_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
@@ -50,11 +51,11 @@ class Itself(Inner):
         return self.head(self.conv(x).relu().flatten(1)) + self.head_bias
 
 
-def fit(module, callback, epochs):
+def fit(module, callback, epochs, **options_of_fit):
     data = torch.utils.data.TensorDataset(torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,)))
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(max_epochs=epochs, callbacks=[callback], accelerator="cpu", **options)
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8), **options_of_fit)
     return trainer
 
 
@@ -101,3 +102,17 @@ def test_names_without_dots_unless_two_would_be_one():
         "head.bias": "head.bias",
         "head_bias": "head_bias",
     }
+
+
+def test_a_resumed_training_goes_on_with_the_schedule(tmp_path):
+    def callback():
+        settings = {"sparsity_level": 0.8, "sparse_block_shape": (1, 1)}
+        return TrainingAwareDataSparsity(DataNormSparsifier, settings, StepScheduler, {"schedule_param": "sparsity_level", "gamma": 0.5})
+
+    first, module = callback(), Inner()
+    fit(module, first, 2).save_checkpoint(tmp_path / "checkpoint")
+    pickle.dumps(first.data_scheduler)
+    again = callback()
+    fit(Inner(), again, 4, ckpt_path=tmp_path / "checkpoint", weights_only=False)
+    assert again.data_scheduler.last_epoch == 4
+    assert [config["sparsity_level"] for config in again.data_sparsifier.data_groups.values()] == [pytest.approx(0.05)] * 4

@@ -161,3 +161,53 @@ def test_max_norm_is_applied_once_and_for_all():
     ids = torch.arange(6)
     new = post_training_sparse_quantize(copy.deepcopy(embedding), DataNormSparsifier, backend="gradcomp", sparsity_level=0.0)
     torch.testing.assert_close(new(ids), embedding(ids).detach(), rtol=0, atol=0.01)
+
+
+class TimesTen(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 10
+
+
+def test_what_computes_something_else_is_left_alone():
+    special, plain = TimesTen(6, 4), nn.Embedding(6, 4)
+    normed = nn.utils.parametrizations.weight_norm(nn.Embedding(6, 4))
+    model = nn.ModuleList([special, normed, plain])
+    post_training_sparse_quantize(model, DataNormSparsifier, backend="gradcomp")
+    assert model[0] is special
+    assert model[1] is normed
+    assert isinstance(model[2], QuantizedEmbedding)
+    for module in (special, normed):
+        with pytest.raises(DataError, match="must be plain"):
+            post_training_sparse_quantize(model, DataNormSparsifier, select_embeddings=[module])
+
+
+def test_nothing_is_changed_where_something_cannot_be():
+    model = nn.ModuleList([nn.Embedding(6, 4), nn.EmbeddingBag(6, 4, mode="max")])
+    before = [module.weight.detach().clone() for module in model]
+    with pytest.raises(ValueError, match="no EmbeddingBag of mode 'max'"):
+        post_training_sparse_quantize(model, DataNormSparsifier, backend="torch")
+    with torch.no_grad():
+        model[1].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="weight must be finite"):
+        post_training_sparse_quantize(model, DataNormSparsifier)
+    assert [type(module) for module in model] == [nn.Embedding, nn.EmbeddingBag]
+    assert torch.equal(model[0].weight, before[0])
+
+
+def test_hooks_and_mode_go_along():
+    calls = []
+    model = nn.Sequential(nn.Embedding(6, 4))
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    model.eval()
+    post_training_sparse_quantize(model, DataNormSparsifier)
+    model(torch.tensor([1, 2]))
+    assert calls == [1]
+    assert not model[0].training
+
+
+def test_bags_with_a_last_offset_are_ours():
+    bag = nn.EmbeddingBag(6, 4, mode="sum", include_last_offset=True)
+    new = post_training_sparse_quantize(copy.deepcopy(bag), DataNormSparsifier, sparsity_level=0.0)
+    assert isinstance(new, QuantizedEmbeddingBag)
+    ids = torch.tensor([[1, 2], [3, 4], [5, 0]])
+    torch.testing.assert_close(new(ids), bag(ids).detach(), rtol=0, atol=0.05)

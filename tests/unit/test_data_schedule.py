@@ -1,6 +1,7 @@
 """Schedulers of a data sparsifier's settings."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -160,3 +161,55 @@ def test_a_copied_sparsifier_counts_for_itself():
     again.step()
     assert sparsifier._step_count == 0
     assert gradcomp.data is not None
+
+
+def test_going_on_by_the_last_epoch_alone():
+    sparsifier = sparsifier_with("a")
+    scheduler = StepScheduler(sparsifier, "sparsity_level")
+    for _ in range(2):
+        sparsifier.step()
+        scheduler.step()
+    again = DataNormSparsifier()
+    again.load_state_dict(sparsifier.state_dict())
+    resumed = StepScheduler(again, "sparsity_level", last_epoch=scheduler.last_epoch)
+    again.step()
+    resumed.step()
+    assert levels(again)["a"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_schedulers_are_copied_with_their_sparsifiers(way):
+    scheduler = way(CubicScheduler(sparsifier_with("a"), "sparsity_level", steps=2))
+    scheduler.data_sparsifier.step()
+    scheduler.step()
+    assert levels(scheduler.data_sparsifier)["a"] == pytest.approx(0.7)
+
+
+def test_a_step_of_the_objects_own_and_what_it_returns():
+    class Returns(DataNormSparsifier):
+        def step(self):
+            super().step()
+            return "stepped"
+
+    sparsifier = Returns([("a", torch.randn(4, 4))])
+    Halving(sparsifier, "sparsity_level")
+    assert sparsifier.step() == "stepped"
+    other = sparsifier_with("a")
+    calls = []
+    other.step = lambda: calls.append(1)
+    scheduler = Halving(other, "sparsity_level")
+    other.step()
+    scheduler.step()
+    assert calls == [1]
+
+
+def test_upstreams_flag_is_set_within_a_step():
+    seen = []
+
+    class Looks(Halving):
+        def get_schedule_param(self):
+            seen.append(self._get_sp_called_within_step)
+            return super().get_schedule_param()
+
+    assert not Looks(sparsifier_with("a"), "sparsity_level")._get_sp_called_within_step
+    assert seen == [True]

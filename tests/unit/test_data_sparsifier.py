@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from gradcomp.core.rules import fill_mask
 from gradcomp.data import SUPPORTED_TYPES, BaseDataSparsifier, DataError, DataNormSparsifier, FakeSparsity, ThresholdSparsifier
 
 
@@ -521,3 +522,168 @@ def test_norm_settings_by_name_and_wrong_ones():
 def test_our_parametrization_checks_its_shape():
     with pytest.raises(ValueError, match=r"mask must have the data's shape \(2, 2\), got \(3,\)"):
         FakeSparsity(torch.ones(3))(torch.ones(2, 2))
+
+
+# What attackers found
+
+
+def test_a_backward_pass_after_a_step_works():
+    weight = nn.Parameter(torch.ones(4, 3))
+    sparsifier = FirstRow()
+    value = sparsifier.add_data("x", weight)
+    sparsifier.step()
+    value.sum().backward()
+    assert weight.grad.sum() == 12, "of the mask that the value was computed with"
+
+
+def test_a_sparsifier_that_served_as_a_rule_saves_and_loads():
+    sparsifier = DataNormSparsifier(sparse_block_shape=(1, 1))
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    fill_mask(sparsifier, "w", torch.randn(4, 4), mask)
+    assert mask.sum() == 8
+    sparsifier.add_data("x", torch.randn(8))
+    sparsifier.data_groups["w"] = {"sparse_block_shape": (2, 4)}
+    fill_mask(sparsifier, "w", torch.randn(4, 4), mask)
+    assert mask.sum() == 8, "whole blocks, of whatever shape"
+    again = DataNormSparsifier()
+    again.load_state_dict(sparsifier.state_dict())
+    assert list(again.state) == ["x"]
+    assert again.data_groups["w"] == {"sparse_block_shape": (2, 4)}
+    again.add_data("w", torch.randn(4, 4))
+    again.step()
+    assert again.get_mask("w").mean() == 0.5, "settings that were there before the data, over the defaults"
+
+
+def test_the_whole_mask_is_saved_while_a_shorter_batch_is_held(tmp_path):
+    sparsifier = DataNormSparsifier([("b", torch.randn(16, 4))], sparse_block_shape=(1, 1))
+    sparsifier.step()
+    whole = sparsifier.get_mask("b").clone()
+    sparsifier.replace_data("b", torch.ones(9, 4))
+    sparsifier.save_masks(tmp_path / "masks")
+    for again in (DataNormSparsifier(), copy.deepcopy(sparsifier)):
+        again.load_state_dict(sparsifier.state_dict())
+        assert torch.equal(again.get_mask("b"), whole[:9])
+        assert torch.equal(again.replace_data("b", torch.ones(16, 4)), whole)
+        again.get_mask("b").fill_(1)
+        again.load_masks(tmp_path / "masks")
+        assert torch.equal(again.get_mask("b"), whole)
+
+
+@pytest.mark.parametrize(
+    ("data", "threshold", "expected"),
+    [
+        (torch.tensor([-128, -127, 0, 1], dtype=torch.int8), 2, [1, 1, 0, 0]),
+        (torch.tensor([-(2**31), 1], dtype=torch.int32), 2, [1, 0]),
+        (torch.tensor([True, False]), 0.5, [1, 0]),
+        (torch.tensor([0.1], dtype=torch.float16), 0.1, [0]),
+        (torch.tensor([0.0, 6e-8], dtype=torch.float16), 1e-9, [0, 1]),
+        (torch.tensor([100j, 1]), 50, [1, 0]),
+    ],
+)
+def test_thresholds_of_every_dtype(data, threshold, expected):
+    sparsifier = ThresholdSparsifier([("x", data)], threshold=threshold)
+    sparsifier.step()
+    assert [int(bool(value)) for value in sparsifier.get_mask("x")] == expected
+
+
+def test_norms_of_complex_huge_and_missing_numbers():
+    def mask_of(values, **config):
+        sparsifier = DataNormSparsifier([("x", values)], **config)
+        sparsifier.step()
+        return [int(bool(value)) for value in sparsifier.get_mask("x")]
+
+    one = {"sparse_block_shape": (1, 1)}
+    assert mask_of(torch.tensor([100j, 1, 2, 3]), sparsity_level=0.25, **one) == [1, 0, 1, 1]
+    assert mask_of(torch.tensor([3e30, 2e30, 1e30, 4e30]), norm="L2", **one) == [1, 0, 0, 1]
+    nan = float("nan")
+    assert mask_of(torch.tensor([nan, 0.1, 5, 5, 6, 6, 7.0]), sparsity_level=0.25, sparse_block_shape=(1, 2)) == [1, 1, 0, 0, 1, 1, 1]
+
+
+def test_nothing_is_half_loaded_or_half_replaced():
+    sparsifier = FirstRow([("a", torch.ones(3, 2)), ("b", torch.ones(2, 2))])
+    saved = sparsifier.state_dict()
+    saved["state"]["b"]["mask"] = torch.ones(5, 5).to_sparse()
+    with pytest.raises(ValueError, match=r"mask of 'b' must have its data's shape \(2, 2\), got \(5, 5\)"):
+        sparsifier.load_state_dict(saved)
+    assert set(sparsifier.data_groups) == {"a", "b"}
+
+    class Wrong(nn.Module):
+        def __init__(self, mask):
+            super().__init__()
+
+        def forward(self, data):
+            return data.double()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="dtype"):
+            sparsifier.add_data("a", torch.ones(3, 2), parametrization=Wrong)
+    assert sparsifier.get_data("a").shape == (3, 2)
+
+
+class Scaled(nn.Module):
+    """A parametrization with a buffer and an inverse."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.register_buffer("gain", torch.tensor(2.0))
+
+    def forward(self, data):
+        return data * self.gain
+
+    def right_inverse(self, data):
+        return data / self.gain
+
+
+def test_parametrizations_keep_their_buffers_and_use_their_inverse():
+    sparsifier = FirstRow()
+    assert sparsifier.add_data("x", torch.tensor([2.0, 4.0]), parametrization=Scaled).tolist() == [2, 4]
+    assert sparsifier.get_data("x").tolist() == [1, 2]
+    sparsifier._container.layer("x").gain.fill_(5)
+    again = FirstRow()
+    again.load_state_dict(sparsifier.state_dict())
+    assert again.get_data("x", return_original=False).tolist() == [5, 10]
+
+
+def test_loading_refreshes_what_was_returned_and_expanded_data_squashes():
+    data = torch.ones(4, 3)
+    sparsifier = FirstRow()
+    returned = sparsifier.add_data("x", data)
+    stepped = FirstRow([("x", torch.full((4, 3), 2.0))])
+    stepped.step()
+    sparsifier.load_state_dict(stepped.state_dict())
+    assert returned.sum(1).tolist() == [0, 6, 6, 6]
+    expanded = torch.ones(1, 3).expand(4, 3)
+    sparsifier.add_data("e", expanded, mask=torch.ones(1).expand(4, 3))
+    sparsifier.step()
+    sparsifier.squash_mask("ignored", names=["e"], sparsified=True)
+    assert expanded.sum(1).tolist() == [0, 3, 3, 3]
+    non_leaf = FirstRow([("n", nn.Parameter(torch.ones(2, 2)) * 2)])
+    assert torch.equal(copy.deepcopy(non_leaf).get_data("n"), torch.full((2, 2), 2.0))
+
+
+def test_masks_from_the_defaults_are_one_for_each_name():
+    class Own(BaseDataSparsifier):
+        def update_mask(self, name, data, **config):
+            self.get_mask(name).copy_(data > 0)
+
+    sparsifier = Own([("a", torch.tensor([1.0, -1])), ("b", torch.tensor([-1.0, 1]))], mask=torch.ones(2))
+    sparsifier.step()
+    assert sparsifier.get_mask("a").tolist() == [1, 0]
+    assert sparsifier.get_mask("b").tolist() == [0, 1]
+
+
+def test_computed_weights_and_unusual_dtypes_are_refused():
+    sparsifier = FirstRow()
+    with pytest.raises(DataError, match="must have its weight as a parameter"):
+        sparsifier.add_data("x", nn.utils.parametrizations.weight_norm(nn.Embedding(4, 3)))
+    with pytest.raises(DataError, match=r"dtype that torch computes with, got torch\.uint16"):
+        sparsifier.add_data("x", torch.ones(2, dtype=torch.uint16))
+
+
+def test_masks_of_upstreams_dictionaries_get_the_datas_dtype():
+    saved = FirstRow([("x", torch.ones(2, 2))]).state_dict()
+    saved["state"]["x"]["mask"] = torch.ones(2, 2, dtype=torch.int8).to_sparse()
+    sparsifier = FirstRow()
+    sparsifier.load_state_dict(saved)
+    assert sparsifier.get_mask("x").dtype == torch.float32
