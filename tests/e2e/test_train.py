@@ -199,3 +199,22 @@ def test_embeddings_are_pruned_quantized_saved_and_read_back(tmp_path):
     wrong = subprocess.run([*command, "--levels", "1.5"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "--levels must be in [0, 1), got 1.5" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["bench_select.py", "--elements", "100000", "--repeats", "1"], {"select_over_floor", "topk_over_select", "extra_mib"}),
+        (["sparsify.py", "--elements", "100000", "--repeats", "1"], {"threshold_over_floor", "2:4_over_floor"}),
+        (["memory.py", "--bucket-mib", "1"], {"extra_mib", "bound_mib"}),
+        (["soak.py", "--steps", "5"], {"difference", "replicas_equal"}),
+    ],
+)
+def test_benchmarks_end_in_a_record(arguments, keys):
+    run = subprocess.run(
+        [sys.executable, f"benchmarks/{arguments[0]}", *arguments[1:]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    record = json.loads(run.stdout[run.stdout.index("{") :])
+    assert keys <= record.keys()
+    assert all(math.isfinite(record[key]) for key in keys)

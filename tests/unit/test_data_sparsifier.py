@@ -304,7 +304,9 @@ def test_state_dicts_round_trip_and_alias_nothing():
     torch.save(saved, file)
     file.seek(0)
     again = FirstRow()
-    again.load_state_dict(torch.load(file, weights_only=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch 2.11, about sparse tensors in files
+        again.load_state_dict(torch.load(file, weights_only=False))
     same(sparsifier, again)
     saved["data_groups"]["x"]["level"] = 99
     saved["_container"]["gone"].zero_()
