@@ -102,9 +102,13 @@ class Exchange:
         return [row.numpy().tobytes() for row in self.gather(payload).wait()]
 
     def _timed(self, work: Any, start: float, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        # The callback must not hold the group: a thread of the back end that lets go of a group's last reference has to wait for itself,
+        # and aborts the process ("Resource deadlock avoided").
+        counters = self._counters
+
         def finished(future: torch.futures.Future[Any]) -> torch.Tensor:
             future.value()  # raises what the collective raised
-            self._counters.add(exchange_s=time.perf_counter() - start)
+            counters.add(exchange_s=time.perf_counter() - start)
             return result
 
         chained: torch.futures.Future[torch.Tensor] = work.get_future().then(at_exit_wait_for(finished))

@@ -60,7 +60,8 @@ class SparseState(Handle):
     Communication:
         A bucket: one all-gather of its payload, ``(W-1) * payload`` bytes a rank, and where some of its parameters travel dense
         one ring all-reduce of those, ``2(W-1)/W`` of their bytes. A new bucket layout: one blocking all-gather of 16 bytes, and 8
-        for each parameter whose capacity has no history. ``check``: one blocking all-gather of 16 bytes a step.
+        for each parameter whose capacity has no history. ``check``: two blocking all-gathers a step, of 16 bytes, and of 16 for each
+        parameter that travels by an all-reduce.
     """
 
     _waiting: Mapping[str, torch.Tensor] = {}

@@ -79,6 +79,7 @@ class Step:
             self._open = False
             self.error = error
         self._failed(error)
+        self._let_go()
         self._gate.set_result(None)
 
     def board(self, flight: Flight | CooFlight, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
@@ -112,4 +113,13 @@ class Step:
             return
         with self._lock:
             self._open = False
+        self._let_go()
         self._gate.set_result(None)
+
+    def _let_go(self) -> None:
+        """Hold nothing of the hook's state any more, and so no process group: threads of the back end hold this step a little longer."""
+        self._complete = self._failed = _nothing
+
+
+def _nothing(_: object) -> None:
+    """What a step that has ended still calls."""
