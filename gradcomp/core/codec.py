@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradcomp.core.compiled import NOT_ASCENDING, WIDEST, Kernels, kernels
 from gradcomp.core.scan import Indices
 from gradcomp.core.selection import Selection
 from gradcomp.core.values import FORMATS, check_values, decode_values, encode_values, scale_of
@@ -59,6 +60,11 @@ def index_bytes(numel: int, count: int) -> int:
 def encode_indices(indices: Indices, numel: int, count: int) -> Bytes:
     """Write strictly ascending ``indices`` (at most ``count``, each below ``numel``) into ``index_bytes(numel, count)`` bytes."""
     low = low_bits(numel, count)
+    fast = kernels() if low <= WIDEST else None
+    if fast is not None:
+        out = np.zeros(index_bytes(numel, count), np.uint8)
+        fast.write_bits(np.ascontiguousarray(indices), low, count, out)
+        return out
     bits = np.zeros(index_bits(numel, count), np.uint8)
     rest = indices - np.arange(indices.size)
     if low:
@@ -80,6 +86,9 @@ def decode_indices(data: Bytes, numel: int, count: int, sent: int) -> Indices:
         raise PayloadError(f"{count} indices below {numel} take {-(-size // 8)} bytes, got {data.size}")
     if sent > count:
         raise PayloadError(f"{sent} indices were announced where there is room for {count}")
+    fast = kernels() if count and low <= WIDEST else None
+    if fast is not None:
+        return _decode_compiled(fast, data, numel, count, sent)
     bits = np.unpackbits(data, count=size, bitorder="little")
     places = np.flatnonzero(bits[count * low :])
     if places.size != sent:
@@ -95,6 +104,16 @@ def decode_indices(data: Bytes, numel: int, count: int, sent: int) -> Indices:
     if sent and (int(indices[-1]) >= numel or bool((np.diff(indices) <= 0).any())):
         raise PayloadError(f"the indices are not strictly ascending below {numel}")
     return indices
+
+
+def _decode_compiled(fast: Kernels, data: Bytes, numel: int, count: int, sent: int) -> Indices:
+    indices = np.empty(sent + 16, np.int64)  # room for a byte of the bitmap more than there should be
+    found = fast.read_bits(data, low_bits(numel, count), count, numel, indices)
+    if found == NOT_ASCENDING:
+        raise PayloadError(f"the indices are not strictly ascending below {numel}")
+    if found != sent:
+        raise PayloadError(f"the index bitmap holds {'more' if found > sent else found} indices where {sent} were announced")
+    return indices[:sent]
 
 
 def encode(selection: Selection, values: str = "bf16") -> torch.Tensor:

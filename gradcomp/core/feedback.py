@@ -5,11 +5,12 @@ Reference:
     Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from gradcomp.core.compiled import kernels
 from gradcomp.core.scan import Accumulation, Floats, Indices
 
 
@@ -25,7 +26,7 @@ class Feedback:
     def ensure(self, name: str, numel: int) -> None:
         """Hold a residual of ``numel`` zeros for ``name``, unless one is held already."""
         if name not in self._residuals:
-            self._residuals[name] = torch.zeros(numel, dtype=torch.float32, device="cpu")
+            self._residuals[name] = torch.from_numpy(np.zeros(numel, np.float32))  # numpy asks for huge pages, torch does not
 
     def get(self, name: str) -> torch.Tensor | None:
         """The residual itself (fp32 [N], memory order), or None where none is held."""
@@ -64,6 +65,32 @@ class Feedback:
                 kept -= released
             else:
                 kept[indices] -= released
+
+    def complete(
+        self, name: str, grad: torch.Tensor, parts: Sequence[tuple[Indices, Floats]], *, own: int, weight: float, unscale: float = 1.0
+    ) -> None:
+        """Complete a step for a tensor of which every rank released some elements: :meth:`keep`, and their mean instead of the gradient.
+
+        Args:
+            name: a tensor whose residual is held.
+            grad: the flat local gradient that was accumulated, fp32.
+            parts: of every rank, unique ascending flat indices and the values that were decoded of them, in the gradient's units.
+            own: this rank.
+            weight: what values are multiplied by before they are added, in rank order.
+            unscale: what brings the gradient to the residual's units.
+
+        Mutates: the residual and ``grad``.
+        """
+        fast = kernels()
+        if fast is None:
+            self.keep(name, grad, *parts[own], unscale)
+            total = grad.zero_().numpy()
+            for indices, values in parts:
+                total[indices] += values * np.float32(weight)
+            return
+        edges = np.cumsum([0, *(indices.size for indices, _ in parts)])
+        indices, values = (np.concatenate(column) for column in zip(*parts))
+        fast.complete(self._residuals[name].numpy(), grad.numpy(), unscale, indices, values, edges, own, weight)
 
     def clear(self, name: str) -> None:
         """Set the residual to zero: all of it was released."""

@@ -13,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradcomp.core.compiled import Kernels, kernels
+
 CHUNK = 1 << 18
 """Elements a chunk: 1 MiB of fp32."""
 
 Floats = npt.NDArray[np.floating]
 Indices = npt.NDArray[np.int64]
 
+_NOTHING = np.empty(0, np.float32)
 _scratch = threading.local()
 
 
@@ -74,6 +77,12 @@ class Accumulation:
         torch.from_numpy(out).copy_(data)
         return out if residual is None else np.add(out, residual, out=out)
 
+    def operands(self, start: int, stop: int) -> tuple[Floats, Floats]:
+        """(data, residual) whose sum is elements start:stop; the residual is empty where the data is the sum already. As :meth:`part`."""
+        if self._array is None or self._residual is None:
+            return np.ascontiguousarray(self.part(start, stop)), _NOTHING
+        return np.ascontiguousarray(self._array[start:stop]), self._residual[start:stop]
+
     def _room(self, size: int) -> Floats:
         return _buffer("part", self.dtype)[:size] if size <= CHUNK else np.empty(size, self.dtype)
 
@@ -112,9 +121,10 @@ class Accumulation:
         stop = 1024
         start = 0
         while start < len(self):
-            if bool(self._data[start:stop].any()):
+            part = self._data[start:stop] if self._array is None else self._array[start:stop]
+            if bool(part.any()):
                 return False
-            start, stop = stop, stop + CHUNK
+            start, stop = stop, min(8 * stop, stop + CHUNK)
         return True
 
 
@@ -132,9 +142,17 @@ def flat_false(mask: npt.NDArray[np.bool_]) -> Indices:
 
 def above(acc: Accumulation, threshold: float) -> tuple[Indices, Floats]:
     """Indices (ascending) and values of the elements with ``not |x| <= threshold``: NaN is among them."""
-    below, inside = _buffer("below", np.bool_), _buffer("inside", np.bool_)
     threshold = min(threshold, float(np.finfo(acc.dtype).max))  # an infinite element exceeds every threshold
-    indices, found = [], []
+    fast = kernels() if acc.dtype == np.float32 else None
+    parts = _above(acc, threshold) if fast is None else _above_compiled(fast, acc, threshold)
+    indices, found = zip(*parts) if len(acc) else ((), ())
+    if not indices:
+        return np.empty(0, np.int64), np.empty(0, acc.dtype)
+    return np.concatenate(indices), np.concatenate(found)
+
+
+def _above(acc: Accumulation, threshold: float) -> Iterator[tuple[Indices, Floats]]:
+    below, inside = _buffer("below", np.bool_), _buffer("inside", np.bool_)
     for start, values in acc.chunks():
         size = values.size
         padded = -(-size // 8) * 8
@@ -144,12 +162,15 @@ def above(acc: Accumulation, threshold: float) -> tuple[Indices, Floats]:
         np.logical_and(below[:size], inside[:size], out=inside[:size])
         inside[size:padded] = True
         local = flat_false(inside[:padded])
-        if local.size:
-            indices.append(local + start)
-            found.append(values[local])
-    if not indices:
-        return np.empty(0, np.int64), np.empty(0, acc.dtype)
-    return np.concatenate(indices), np.concatenate(found)
+        yield local + start, values[local]
+
+
+def _above_compiled(fast: Kernels, acc: Accumulation, threshold: float) -> Iterator[tuple[Indices, Floats]]:
+    room, seen = _buffer("room", np.int64), _buffer("seen", np.float32)
+    for start in range(0, len(acc), CHUNK):
+        data, residual = acc.operands(start, min(start + CHUNK, len(acc)))
+        count = fast.above(data, residual, threshold, room, seen)
+        yield room[:count] + start, seen[:count].copy()
 
 
 def keep_largest(indices: Indices, values: Floats, k: int) -> tuple[Indices, Floats]:
@@ -158,6 +179,11 @@ def keep_largest(indices: Indices, values: Floats, k: int) -> tuple[Indices, Flo
         return indices, values
     if k == 0:
         return indices[:0], values[:0]
+    fast = kernels() if values.dtype == np.float32 else None
+    if fast is not None:
+        kept_indices, kept_values = np.empty(k, np.int64), np.empty(k, np.float32)
+        fast.largest(indices, values, k, kept_indices, kept_values)
+        return kept_indices, kept_values
     magnitude = np.abs(values)
     if not np.isfinite(magnitude.max()):  # NaN is the maximum of anything
         magnitude[np.isnan(magnitude)] = np.inf

@@ -45,11 +45,8 @@ class CooFlight:
             return None
         return f"the reduced gradient of {self.plan.pieces[0].name}, a sparse tensor, is not finite"
 
-    def settle(self, feedback: Feedback) -> None:
-        """A good step: nothing stays behind."""
-
-    def fill(self) -> None:
-        """A good step: the result is there already."""
+    def land(self, feedback: Feedback) -> None:
+        """A good step: the result is there already, and nothing stays behind."""
 
     def spoil(self) -> None:
         """A bad step: make every value NaN. Mutates the result."""

@@ -1,7 +1,5 @@
 """One bucket between its hook call and the end of its step: what went out, what came back, what becomes of it."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
@@ -35,7 +33,7 @@ class Flight:
         plan: the bucket's layout in this step.
         step: the step's number.
         exchange: of the ranks.
-        buffer: the bucket's own buffer [N], which holds the local gradients until :meth:`fill` or :meth:`spoil`.
+        buffer: the bucket's own buffer [N], which holds the local gradients until :meth:`land` or :meth:`spoil`.
         loss_scale: what the gradients, and so what travels, are multiplied by beside the residuals.
     """
 
@@ -109,17 +107,6 @@ class Flight:
             return f"the reduced gradient of a dense parameter is not finite (one of: {names})"
         return None
 
-    def _by_payload(self) -> Iterator[tuple[int, Piece]]:
-        """The pieces in the payload, with their position in every arrival's ``released``."""
-        return enumerate((*self.plan.sparse, *self.plan.rides))
-
-    def _add(self, total: Floats, part: Released) -> None:
-        values = part.values * total.dtype.type(self._scale)
-        if part.indices is None:
-            total += values
-        else:
-            total[part.indices] += values  # a rank's indices are unique
-
     @property
     def held_back(self) -> dict[str, bool]:
         """By parameter: whether its gradient was zero on all ranks. It then releases nothing: DDP may throw the result away."""
@@ -128,43 +115,47 @@ class Flight:
 
     # What becomes of it
 
-    def settle(self, feedback: Feedback) -> None:
-        """A good step: residual = residual + gradient - released. Must come before :meth:`fill`. Mutates the residuals."""
-        held_back = self.held_back
-        for position, piece in self._by_payload():
-            if piece.tracked:
-                own = self.arrivals[self.rank].released[position]
-                values = None if held_back[piece.name] else own.values
-                feedback.keep(piece.name, piece.part(self._buffer), own.indices, values, self.unscale)
-        for piece in self.plan.rings:
-            if piece.tracked and held_back[piece.name]:
-                feedback.keep(piece.name, piece.part(self._buffer), None, None, self.unscale)
-            elif piece.tracked and self._buffer.dtype.itemsize >= 4:
-                feedback.clear(piece.name)
-            elif piece.tracked:
-                sent = self._ring_part(piece, feedback.accumulate(piece.name, piece.part(self._buffer), self.unscale))
-                feedback.keep(piece.name, piece.part(self._buffer), None, sent.float().numpy(), self.unscale)
-
-    def fill(self) -> None:
-        """A good step: put the mean gradient into the buffer. Mutates the buffer."""
+    def land(self, feedback: Feedback) -> None:
+        """A good step: residual = residual + gradient - released, and the mean gradient into the buffer. Mutates both."""
         if not self.plan.header:
             return
         held_back = self.held_back
-        direct = self._buffer.dtype in (torch.float32, torch.float64)
-        for position, piece in self._by_payload():
-            gradient = piece.part(self._buffer).zero_()
-            if held_back[piece.name]:
+        for position, piece in enumerate((*self.plan.sparse, *self.plan.rides)):
+            parts = [] if held_back[piece.name] else [arrival.released[position] for arrival in self.arrivals]
+            gradient = piece.part(self._buffer)
+            if piece.travel == "sparse" and parts and gradient.dtype == torch.float32:
+                sent = [(part.indices, part.values) for part in parts if part.indices is not None]
+                feedback.complete(piece.name, gradient, sent, own=self.rank, weight=self._scale, unscale=self.unscale)
                 continue
-            total = gradient.numpy() if direct else np.zeros(piece.numel, np.float32)  # half precision is added in fp32
-            for arrival in self.arrivals:  # in rank order, on every rank
-                self._add(total, arrival.released[position])
-            if not direct:
-                gradient.copy_(torch.from_numpy(total))
+            if piece.tracked:
+                indices, values = (parts[self.rank].indices, parts[self.rank].values) if parts else (None, None)
+                feedback.keep(piece.name, gradient, indices, values, self.unscale)
+            self._fill(gradient, parts)
         if self._ring is not None:
             for piece, reduced in zip(self.plan.rings, torch.split(self._ring, [piece.numel for piece in self.plan.rings])):
-                gradient = piece.part(self._buffer)
-                gradient.zero_() if held_back[piece.name] else gradient.copy_(reduced)
+                self._land_ring(piece, reduced, feedback, held_back=held_back[piece.name])
         self._ring = None
+
+    def _fill(self, gradient: torch.Tensor, parts: list[Released]) -> None:
+        """The mean of what the ranks released of one piece."""
+        gradient.zero_()
+        direct = gradient.dtype in (torch.float32, torch.float64)
+        total = gradient.numpy() if direct else np.zeros(gradient.numel(), np.float32)  # half precision is added in fp32
+        for part in parts:  # in rank order, on every rank; a rank's indices are unique
+            total[... if part.indices is None else part.indices] += part.values * total.dtype.type(self._scale)
+        if not direct:
+            gradient.copy_(torch.from_numpy(total))
+
+    def _land_ring(self, piece: Piece, reduced: torch.Tensor, feedback: Feedback, *, held_back: bool) -> None:
+        gradient = piece.part(self._buffer)
+        if piece.tracked and held_back:
+            feedback.keep(piece.name, gradient, None, None, self.unscale)
+        elif piece.tracked and gradient.dtype.itemsize >= 4:
+            feedback.clear(piece.name)
+        elif piece.tracked:
+            sent = self._ring_part(piece, feedback.accumulate(piece.name, gradient, self.unscale))
+            feedback.keep(piece.name, gradient, None, sent.float().numpy(), self.unscale)
+        gradient.zero_() if held_back else gradient.copy_(reduced)
 
     def spoil(self) -> None:
         """A bad step: make every gradient NaN, so that a GradScaler skips on all ranks. Mutates the buffer."""

@@ -10,7 +10,7 @@ import torch
 
 from gradcomp.core import codec
 from gradcomp.core.scan import Floats, Indices
-from gradcomp.core.values import decode_values, encode_values, scale_of
+from gradcomp.core.values import Scales, decode_values, encode_values, scale_of
 from gradcomp.ddp.plan import BITMAPS, COUNT_BYTES, FIXED_HEADER_BYTES, SCALE_BYTES, Piece, Plan
 from gradcomp.errors import DesyncError, PayloadError
 
@@ -88,7 +88,7 @@ def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> codec.Bytes
         indices = np.concatenate([part.indices + base for part, base in zip(sparse, plan.bases)])
         sections.append(codec.encode_indices(indices, plan.universe, plan.capacity))
         sizes = [part.indices.size for part in sparse]
-        values = encode_values(np.concatenate([part.values for part in sparse]), plan.form, np.repeat(scales, sizes))
+        values = encode_values(np.concatenate([part.values for part in sparse]), plan.form, _by_value(plan, scales, sizes))
         sections += [values, np.zeros(plan.form.size(plan.capacity) - values.size, np.uint8)]
     sections += [encode_values(by_name[piece.name].values, plan.riding) for piece in plan.rides]
     payload = np.concatenate(sections)
@@ -122,17 +122,24 @@ def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
         sizes = [sent[piece.name] for piece in plan.sparse]
         indices = codec.decode_indices(take(codec.index_bytes(plan.universe, plan.capacity)), plan.universe, plan.capacity, sum(sizes))
         room = take(plan.form.size(plan.capacity))
-        values = decode_values(room[: plan.form.size(sum(sizes))], plan.form, sum(sizes), np.repeat(scales, sizes))
+        values = decode_values(room[: plan.form.size(sum(sizes))], plan.form, sum(sizes), _by_value(plan, scales, sizes))
         edges = np.searchsorted(indices, plan.bases)
         for piece, base, low, high in zip(plan.sparse, plan.bases, edges, edges[1:]):
             if high - low != sent[piece.name]:
                 raise PayloadError(f"rank {rank} announced {sent[piece.name]} elements of {piece.name} and sent {high - low}")
-            released.append(Released(piece, indices[low:high] - base, _saturated(values[low:high], piece)))
+            own = indices[low:high]
+            own -= base
+            released.append(Released(piece, own, _saturated(values[low:high], piece)))
     for piece in plan.rides:
         values = decode_values(take(plan.riding.size(piece.numel)), plan.riding, piece.numel)
         released.append(Released(piece, None, _saturated(values, piece)))
     wanted = {piece.name: count[1] for piece, count in zip(plan.counted, counts)}
     return Arrival(rank, flags, zero, not_finite, rest, wanted, released)
+
+
+def _by_value(plan: Plan, scales: Scales, sizes: list[int]) -> Scales | float:
+    """The scale of each value, where the format has scales."""
+    return np.repeat(scales, sizes) if plan.form.scaled else 0.0
 
 
 def _saturated(values: Floats, piece: Piece) -> Floats:
@@ -142,7 +149,7 @@ def _saturated(values: Floats, piece: Piece) -> Floats:
 
 
 class _Reader:
-    """Takes section after section of a payload, each as a copy: sections are not aligned."""
+    """Takes section after section of a payload: views, which are not aligned."""
 
     def __init__(self, data: codec.Bytes, start: int) -> None:
         self._data = data
@@ -150,5 +157,4 @@ class _Reader:
 
     def __call__(self, size: int) -> codec.Bytes:
         start, self._at = self._at, self._at + size
-        section: codec.Bytes = self._data[start : self._at].copy()
-        return section
+        return self._data[start : self._at]

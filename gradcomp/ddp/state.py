@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 
+from gradcomp.core.compiled import kernels
 from gradcomp.core.feedback import Feedback
 from gradcomp.core.magnitude import Magnitudes
 from gradcomp.core.policy import Policy
@@ -175,6 +176,7 @@ class SparseState(Handle):
             group = self._group if self._group is not None else dist.group.WORLD
             if group is None:
                 raise ValueError("group is None and there is no default process group: call init_process_group first")
+            kernels()  # compiled now, not in the first step, where the peers would wait
             exchange = Exchange(group, self._counters)
             layouts = Layouts(exchange, self._network, self._rules, self._settings, self._feedback, self._agenda)
             self._connected = exchange, layouts
@@ -265,8 +267,7 @@ class SparseState(Handle):
             audit = Audit(step.flights, self._feedback, good=fault is None) if self._settings.check else None
             for flight in step.flights:
                 if fault is None:
-                    flight.settle(self._feedback)
-                    flight.fill()
+                    flight.land(self._feedback)
                 else:
                     flight.spoil()
         if audit is not None:

@@ -34,7 +34,8 @@ def test_imports_point_one_way(file):
     own = room_of(file.relative_to(ROOT).parts)
     for module, _ in imports_of(file):
         top = module.split(".")[0]
-        assert top in sys.stdlib_module_names | {"gradcomp", "torch", "numpy"} or ROOMS.get(own) == 2, f"{module}: only torch and numpy"
+        allowed = {"gradcomp", "torch", "numpy"} | ({"numba"} if file.name == "compiled.py" else set())
+        assert top in sys.stdlib_module_names | allowed or ROOMS.get(own) == 2, f"{module}: only torch and numpy"
         other = room_of(module.split("."))
         if top == "gradcomp" and own in ROOMS and other in ROOMS and own != other:
             assert ROOMS[other] < ROOMS[own], f"{own} must not import {other}"
@@ -45,7 +46,7 @@ HARMLESS = {"ProcessGroup", "GradBucket", "is_initialized", "group", "get_rank",
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_only_the_exchange_talks(file):
-    if file.name == "exchange.py":
+    if file.name == "exchange.py" or room_of(file.relative_to(ROOT).parts) == "cli":  # benchmarks of others' hooks
         return
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
