@@ -3,7 +3,8 @@
     torchrun --standalone --nproc_per_node 2 scripts/train.py --rule topk --density 0.01 --steps 200
 
 The text is the documentation that ships inside CPython, so nothing is downloaded; ``--data FILE_OR_FOLDER`` trains on your own. The
-last line of standard output is one JSON record: configuration, versions, losses, seconds a step and all traffic fields.
+last line of standard output is one JSON record: configuration, versions, losses, seconds a step and all traffic fields. With
+``--validate-every N`` the curve has the validation loss too, and ``--target-loss X`` ends the run where that is at most X.
 """
 
 import argparse
@@ -59,7 +60,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, help="peak learning rate; 0.003 for adamw, 0.3 for sgd if not given")
     add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping (1)")
     add("--seed", type=int, default=0, help="of weights and data (0)")
+    add("--validate-every", type=int, default=0, help="steps from one validation loss in the curve to the next; 0 for none (0)")
+    add("--target-loss", type=float, help="stop at the first of these validation losses that is at most this")
     add("--report", type=Path, help="folder for the record and the plot of all records in it")
+    add("--json", type=Path, help="a file for the record, curve included")
     add("--name", help="name of this run in the report")
     add("--checkpoint", type=Path, help="folder, shared by all ranks, for a checkpoint every --checkpoint-every steps")
     add("--checkpoint-every", type=int, default=50, help="steps from checkpoint to checkpoint (50)")
@@ -73,6 +77,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("d_model", 32),
         ("layers", 1),
         ("powersgd_rank", 1),
+        ("validate_every", 0),
         ("checkpoint_every", 1),
     ):
         if getattr(args, field) < low:
@@ -85,6 +90,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--clip must be at least 0, got {args.clip}")
     if args.lr is not None and not 0 < args.lr < math.inf:
         parser.error(f"--lr must be above 0, got {args.lr}")
+    if args.target_loss is not None and not 0 < args.target_loss < math.inf:
+        parser.error(f"--target-loss must be above 0, got {args.target_loss}")
+    if args.target_loss is not None and not args.validate_every:
+        parser.error("--target-loss needs --validate-every N, the losses that it is compared with")
     if args.name is not None and not re.fullmatch(r"[\w.()=+-]+", args.name):
         parser.error(f"--name must be made of letters, digits and _.()=+-, got {args.name!r}")
     if args.report is not None and args.report.exists() and not args.report.is_dir():
@@ -232,7 +241,7 @@ class Meter:
         }
 
 
-SECONDARY = {"report", "name", "checkpoint", "checkpoint_every", "resume", "analyze"}
+SECONDARY = {"report", "json", "name", "checkpoint", "checkpoint_every", "resume", "analyze", "validate_every", "target_loss"}
 """Arguments that may change from a checkpoint to its resumption."""
 
 
@@ -277,6 +286,11 @@ class Checkpoints:
         return curve
 
 
+def reached(curve: list[dict[str, Any]], target: float | None) -> bool:
+    """Whether the curve ends with a validation loss of at most ``target``."""
+    return target is not None and bool(curve) and curve[-1].get("val_loss", math.inf) <= target
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the record of the run."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -304,7 +318,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     analysis = None
     quiet = {"disable": rank != 0, "file": sys.stderr, "mininterval": 1 if sys.stderr.isatty() else 10}
     bar = tqdm(range(resumed_at, args.steps), initial=resumed_at, total=args.steps, desc=args.name, **quiet)
+    dist.barrier()  # the clock starts when all are there
     for step in bar:
+        if reached(curve, args.target_loss):
+            break
         start = time.perf_counter()
         if args.analyze and meter.handle is not None and step == args.steps // 2:
             analysis = meter.handle.analyze()
@@ -323,15 +340,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             curve[-1]["densities"] = meter.handle.densities
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", ratio=f"{traffic['ratio']:.1f}x", sent=f"{traffic['sent_bytes'] / 1e6:.2f} MB")
+        if args.validate_every and (step + 1) % args.validate_every == 0:
+            curve[-1]["val_loss"] = validate(net, text[split:], args)
         if checkpoints is not None and (step + 1) % args.checkpoint_every == 0:
             checkpoints.save(step + 1, curve)
-    val_loss = validate(net, text[split:], args)
+    val_loss: float = curve[-1]["val_loss"] if "val_loss" in curve[-1] else validate(net, text[split:], args)
+    if args.validate_every:
+        curve[-1]["val_loss"] = val_loss
+    steps = len(curve) - resumed_at
     if rank == 0 and analysis is not None:
         print(analysis)
     if rank == 0 and meter.handle is not None:
         if resumed_at:
             print(f"resumed after step {resumed_at} of {args.steps}; traffic is counted from there")
-        print(meter.handle.traffic if resumed_at < args.steps else "nothing was left to do: remove the checkpoints to begin anew")
+        print(meter.handle.traffic if steps else "nothing was left to do: remove the checkpoints to begin anew")
     last = curve[-20:]
     return {
         "name": args.name,
@@ -343,7 +365,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "val_loss": val_loss,
         "step_s": statistics.median(seconds[min(5, len(seconds) - 1) :]) if seconds else 0.0,
         "resumed_at": resumed_at,  # the traffic fields count from here
-        **meter.read(args.steps - resumed_at),
+        **meter.read(steps),
         "curve": curve,
     }
 
@@ -358,11 +380,13 @@ def main(argv: list[str] | None = None) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     record = train(args)
     if dist.get_rank() == 0:
-        if args.report is not None:
-            try:
+        try:
+            if args.json is not None:
+                args.json.write_text(json.dumps(record))
+            if args.report is not None:
                 print(f"report: {report.write(args.report, record)}")
-            except OSError as error:  # the run is done: its record is printed all the same
-                print(f"no report: {error}", file=sys.stderr)
+        except OSError as error:  # the run is done: its record is printed all the same
+            print(f"no report: {error}", file=sys.stderr)
         print(json.dumps({key: value for key, value in record.items() if key != "curve"}))
     dist.destroy_process_group()
     # A gloo thread of torch 2.13 that lets go of a hook's callback while Python shuts down aborts the process. gradcomp waits for its

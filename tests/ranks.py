@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "gradcomp"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "gradcomp", "warm"])
 
 
 def run_ranks(world_size, function, *args, timeout_s=60):

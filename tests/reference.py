@@ -110,3 +110,21 @@ class Ranks:
         if not self.sized:
             return numel
         return min(numel, max(64, 64 * math.ceil(1.25 * wanted / 64)))
+
+
+def delay_aware_adamw(start, gradients, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, max_delay=8):
+    """One coordinate under delay-aware AdamW, in Python floats: every arrival is t gradients of size gradient / t."""
+    parameter, average, square, age, last = start, 0.0, 0.0, 0, -1
+    for step, gradient in enumerate(gradients):
+        parameter *= 1 - lr * weight_decay
+        if gradient == 0:
+            continue
+        t = min(step - last, max_delay)
+        last = step
+        for _ in range(t):  # t equal gradients, one after the other
+            average = betas[0] * average + (1 - betas[0]) * gradient / t
+            square = betas[1] * square + (1 - betas[1]) * (gradient / t) ** 2
+            age += 1
+        update = (average / (1 - betas[0] ** age)) / ((square / (1 - betas[1] ** age)) ** 0.5 + eps)
+        parameter -= lr * t * update
+    return parameter

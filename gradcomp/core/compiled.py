@@ -193,6 +193,30 @@ def read_bits(data: Any, low: int, count: int, numel: int, indices: Any) -> int:
     return found
 
 
+def move(parameter: Any, gradient: Any, average: Any, square: Any, age: Any, delay: Any, settings: Any) -> None:
+    """A step of :class:`gradcomp.optim.DelayAwareAdamW` on one fp32 parameter, flat; all but ``gradient`` are mutated.
+
+    ``settings``: lr, beta1, beta2, eps, weight decay, largest delay, and -1 to maximize or 1.
+    """
+    lr, beta1, beta2, eps, weight_decay, cap, sign = settings
+    kept = np.float32(1 - lr * weight_decay)
+    most = np.uint8(cap)
+    late = np.arange(int(cap) + 1)
+    missing1, missing2 = 1 - beta1**late, 1 - beta2**late
+    for i in range(parameter.size):
+        parameter[i] *= kept
+        t = min(delay[i] + np.uint8(1), most)
+        delay[i] = t
+        if gradient[i] != 0:
+            mean = sign * gradient[i] / t
+            average[i] += missing1[t] * (mean - average[i])
+            square[i] += missing2[t] * (mean * mean - square[i])
+            age[i] += t
+            root = np.sqrt(square[i] / (1 - beta2 ** age[i])) + eps
+            parameter[i] -= lr * t * average[i] / (1 - beta1 ** age[i]) / root
+            delay[i] = 0
+
+
 class Kernels(NamedTuple):
     """The functions of this module, compiled: fp32 data, int64 indices, bytes."""
 
@@ -201,6 +225,7 @@ class Kernels(NamedTuple):
     complete: Callable[..., None]
     write_bits: Callable[..., None]
     read_bits: Callable[..., int]
+    move: Callable[..., None]
 
 
 _SIGNATURES: dict[Any, str] = {
@@ -209,6 +234,7 @@ _SIGNATURES: dict[Any, str] = {
     complete: "void(f4[::1], f4[::1], f4, i8[::1], f4[::1], i8[::1], i8, f4)",
     write_bits: "void(i8[::1], i8, i8, u1[::1])",
     read_bits: "i8(u1[::1], i8, i8, i8, i8[::1])",
+    move: "void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], u1[::1], f8[::1])",
 }
 
 

@@ -11,6 +11,8 @@ import gradcomp
 from gradcomp import codec
 from gradcomp.core import values as formats
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 SUBSETS = st.integers(0, 300).flatmap(lambda numel: st.tuples(st.just(numel), st.sets(st.integers(0, max(0, numel - 1)), max_size=numel)))
 
 

@@ -9,6 +9,8 @@ from gradcomp.core.feedback import Feedback
 from gradcomp.core.scan import CHUNK, Accumulation
 from gradcomp.core.values import FORMATS, decode_values, encode_values, scale_of
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**28), max_value=2.0**28)
 PAIRS = st.lists(st.tuples(FLOATS, FLOATS, st.booleans()), min_size=1, max_size=40)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -12,6 +12,8 @@ import gradcomp
 from gradcomp.core import rules, scan
 from gradcomp.core.selection import select
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 VALUES = st.one_of(st.floats(width=16, allow_nan=False, allow_infinity=False), st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0]))
 

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 import gradcomp
 from gradcomp.core import scan, selection
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES = st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (4, 0)])
 RULES = [gradcomp.TopK(0.3), gradcomp.Threshold(0.5), gradcomp.Dense(), lambda data, mask: mask.copy_(data > 0.5)]

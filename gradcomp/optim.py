@@ -1,0 +1,181 @@
+"""Optimizers that know that gradients arrive late: :class:`DelayAwareAdamW`."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.core.compiled import kernels
+from gradcomp.core.rules import number
+
+
+class DelayAwareAdamW(torch.optim.AdamW):
+    r"""AdamW for gradients of which a coordinate arrives every few steps, as one burst: sparsified, with error feedback.
+
+    Why plain Adam loses under sparsification: a coordinate that arrives every t steps as the sum of t gradients g moves
+    :math:`t g / \sqrt{t^2 g^2 / t} = \sqrt t` step lengths where t gradients one by one would move it t of them, so about
+    :math:`1/\sqrt t` as far; and its moments decay between the bursts as if nothing had been there to see.
+
+    Here a burst that comes t steps after the last one (t at most ``max_delay``) is taken for what it is, t gradients of size burst / t:
+
+    * the moments decay by :math:`\beta^t` and take :math:`1-\beta^t` of the average gradient, or its square;
+    * each coordinate's bias correction counts the steps that its own moments have seen;
+    * the update is t times as long;
+    * coordinates that did not arrive rest: no update, no decay of their moments. Weight decay goes on for all, every step.
+
+    A coordinate that arrives in every step is updated as AdamW does it (to rounding). A coordinate is taken to have arrived when its
+    gradient is not exactly zero; gradients that are zero by themselves (unused embedding rows, say) rest likewise, where AdamW would
+    go on moving along the decaying first moment.
+
+    Limits: the cap bounds what one burst can do, ``max_delay`` ordinary updates; without one, rare bursts at small densities diverge. The
+    average over t steps has a smaller second moment than t noisy gradients have: at very small densities a smaller ``lr``, or a larger
+    density, is better.
+
+    Args:
+        params: parameters, or groups of them. A group may set ``delayed`` and ``max_delay``.
+        lr, betas, eps, weight_decay, maximize, foreach: as for :class:`torch.optim.AdamW`.
+        max_delay: cap of t, 1 to 254. At 1 bursts count as single gradients, but moments rest between them.
+        delayed: False makes a group plain AdamW, bit for bit: for parameters that are sent whole, as norms and biases are.
+
+    With the extra ``fast`` a step takes about as long as AdamW's on a CPU; without it, and elsewhere, a few times as long.
+
+    State of a parameter of N elements, beside AdamW's two moments: ``delay``, uint8 [N], the steps since the last arrival, and ``age``,
+    fp32 [N], the steps that its moments have seen. The state of an AdamW can be loaded.
+
+    Raises:
+        ValueError: a setting out of its range, named with its value; a gradient that is a sparse tensor, or a complex parameter, in a
+            delayed group.
+
+    Reference:
+        Kingma and Ba, "Adam", ICLR 2015; Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019. The delay is ours.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_delay: int = 8,
+        delayed: bool = True,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, foreach=foreach)
+        for group in self.param_groups:
+            group.setdefault("max_delay", max_delay)
+            group.setdefault("delayed", delayed)
+            self._check(group)
+        self.defaults |= {"max_delay": max_delay, "delayed": delayed}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the group may set ``delayed`` and ``max_delay``."""
+        super().add_param_group(param_group)
+        if "max_delay" in self.defaults:  # not yet while torch's own constructor adds the first groups
+            self._check(self.param_groups[-1])
+
+    @staticmethod
+    def _check(group: dict[str, Any]) -> None:
+        if not number("max_delay", group["max_delay"]).is_integer() or not 1 <= group["max_delay"] <= 254:
+            raise ValueError(f"max_delay must be a whole number in 1..254, got {group['max_delay']!r}")
+        if not isinstance(group["delayed"], bool):
+            raise ValueError(f"delayed must be True or False, got {group['delayed']!r}")
+        if group["delayed"] and any(parameter.is_complex() for parameter in group["params"]):
+            raise ValueError("delayed must be False for a group of complex parameters")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, which would give every state tensor its parameter's dtype; ``delay`` and ``age`` keep theirs."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, own):
+            for name in ("delay", "age"):
+                if name in state_dict["state"].get(index, {}):
+                    self.state[parameter][name] = state_dict["state"][index][name].detach().clone().to(parameter.device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over all groups. Mutates parameters and state."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if not group["delayed"]]
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["delayed"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            raise ValueError("gradients that are sparse tensors are not for a delayed group: delayed=False, or torch.optim.SparseAdam")
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if "delay" not in state:  # new, or what AdamW saved
+            state["delay"] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=torch.preserve_format)
+            state["age"] = torch.full_like(parameter, float(state["step"]), dtype=torch.float32, memory_format=torch.preserve_format)
+        state["step"] += 1
+        tensors = [parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["age"], state["delay"]]
+        settings = [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], group["max_delay"]]
+        settings.append(-1.0 if group["maximize"] else 1.0)
+        plain = parameter.device.type == "cpu" and parameter.dtype == gradient.dtype == torch.float32
+        fast = kernels() if plain and all(tensor.is_contiguous() for tensor in tensors) else None
+        if fast is not None:
+            fast.move(*(tensor.detach().view(-1).numpy() for tensor in tensors), np.array(settings, np.float64))
+        else:
+            _move(*tensors, *settings)
+
+
+def _move(
+    parameter: Tensor,
+    gradient: Tensor,
+    average: Tensor,
+    square: Tensor,
+    age: Tensor,
+    delay: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    max_delay: int,
+    sign: float,
+) -> None:
+    """What the compiled kernel does, on any device and dtype, with any strides. Mutates all but the gradient."""
+    parameter.mul_(1 - lr * weight_decay)
+    delay.add_(1).clamp_(max=max_delay)
+    arrived = gradient != 0
+    t = delay.to(age.dtype) * arrived
+    mean = torch.where(arrived, sign * gradient / t, 0)
+    age.add_(t)
+    average.lerp_(mean.to(average.dtype), _missing(beta1, t).to(average.dtype))
+    square.lerp_((mean * mean).to(square.dtype), _missing(beta2, t).to(square.dtype))
+    root = (square / _missing(beta2, age)).sqrt_().add_(eps)
+    update = torch.where(arrived, t * average / _missing(beta1, age) / root, 0)
+    parameter.sub_(lr * update.to(parameter.dtype))
+    delay.mul_(~arrived)
+
+
+def _missing(beta: float, steps: Tensor) -> Tensor:
+    """``1 - beta ** steps``, exact for small results."""
+    if not beta:
+        return (steps > 0).to(steps.dtype)
+    return -torch.expm1(steps * math.log(beta))
