@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import gradcomp
+from gradcomp.optim import DelayAwareAdamW
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--context", type=int, default=128, help="bytes a sequence (128)")
     add("--d-model", type=int, default=128, help="width of the model, a multiple of 32 (128)")
     add("--layers", type=int, default=4, help="depth of the model (4)")
-    add("--optimizer", default="adamw", choices=["adamw", "sgd"], help="(adamw)")
+    add("--optimizer", default="adamw", choices=["adamw", "delayed-adamw", "sgd"], help="delayed-adamw: DelayAwareAdamW (adamw)")
     add("--lr", type=float, help="peak learning rate; 0.003 for adamw, 0.3 for sgd if not given")
     add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping (1)")
     add("--seed", type=int, default=0, help="of weights and data (0)")
@@ -117,7 +118,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if args.lr is None:
-        args.lr = 0.003 if args.optimizer == "adamw" else 0.3
+        args.lr = 0.3 if args.optimizer == "sgd" else 0.003
     if args.name is None:
         amount = {"topk": args.density, "threshold": args.threshold, "dense": None}[args.rule]
         detail = "" if amount is None else f"-{amount:g}"
@@ -305,6 +306,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     meter = Meter(args, model)
     if args.optimizer == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    elif args.optimizer == "delayed-adamw":
+        late, prompt = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() < 2]
+        groups = [{"params": late}, {"params": prompt, "delayed": False}]  # norms are sent whole
+        optimizer = DelayAwareAdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     warmup = max(10, args.steps // 10)

@@ -9,7 +9,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch 
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.core.rules import TopK
+from gradcomp.core.rules import TopK, whole
+from gradcomp.core.values import check_values
 from gradcomp.ddp.handle import Handle
 from gradcomp.ddp.register import register
 
@@ -29,8 +30,8 @@ class TwoGathers:
     (fp32), padded to the largest number, each gather waited for.
     """
 
-    def __init__(self, density: float) -> None:
-        self._density = density
+    def __init__(self, rule: TopK) -> None:
+        self._rule = rule
         self._residuals: dict[int, torch.Tensor] = {}
 
     def hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -40,7 +41,7 @@ class TwoGathers:
         if residual is None or residual.numel() != buffer.numel():  # DDP rebuilds its buckets once
             residual = self._residuals[bucket.index()] = torch.zeros_like(buffer)
         residual += buffer
-        indices = torch.topk(residual.abs(), max(1, round(self._density * buffer.numel()))).indices
+        indices = torch.topk(residual.abs(), self._rule.count(buffer.numel())).indices
         values = residual[indices]
         residual[indices] = 0
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
@@ -73,15 +74,15 @@ def _power_sgd(rank: int) -> Join:
     return join
 
 
-def _two_gathers(density: float) -> Join:
+def _two_gathers(rule: TopK) -> Join:
     def join(model: DistributedDataParallel) -> None:
-        model.register_comm_hook(None, TwoGathers(density).hook)
+        model.register_comm_hook(None, TwoGathers(rule).hook)
 
     return join
 
 
-def _sparse(density: float, values: str) -> Join:
-    return lambda model: register(model, TopK(density), values=values)
+def _sparse(rule: TopK, values: str) -> Join:
+    return lambda model: register(model, rule, values=values)
 
 
 def peer(name: str) -> Join:
@@ -105,11 +106,11 @@ def peer(name: str) -> Join:
         if not settings:
             return fixed[kind]
         if kind == "powersgd":
-            return _power_sgd(int(settings[0]))
+            return _power_sgd(whole("RANK", int(settings[0]) - 1) + 1)
         if kind == "twogathers":
-            return _two_gathers(TopK(float(settings[0])).density)  # type: ignore[arg-type]
+            return _two_gathers(TopK(float(settings[0])))
         density, values = settings[0].rsplit("-", 1)
-        return {"gradcomp": _sparse}[kind](float(density), values)
+        return {"gradcomp": _sparse}[kind](TopK(float(density)), check_values(values))
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"hook must be noop, plain, fp16, bf16, powersgd-RANK, twogathers-DENSITY or gradcomp-DENSITY-VALUES, got {name!r} ({error})"

@@ -22,6 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 Scales = npt.NDArray[np.float32]
 
 _LARGEST = np.finfo(np.float32).max
+_SIGNS = np.array([1, -1], np.float32)
 _SMALLEST = np.finfo(np.float32).smallest_subnormal
 
 
@@ -113,8 +114,9 @@ def decode_values(data: Bytes, form: Format, count: int, scales: Scales | float 
     if form.dtype is not None:
         return torch.from_numpy(data.copy()).view(form.dtype).to(torch.float32).numpy()
     if form.name == "sign":
-        magnitude = np.broadcast_to(np.float32(scales), (count,))
-        return np.where(np.unpackbits(data, count=count, bitorder="little").astype(bool), -magnitude, magnitude)
+        signs: npt.NDArray[np.float32] = _SIGNS[np.unpackbits(data, count=count, bitorder="little")]
+        signs *= np.float32(scales)
+        return signs
     with np.errstate(over="ignore"):
         decoded: npt.NDArray[np.float32] = data.view(np.int8).astype(np.float32) * np.float32(scales)
     return decoded.clip(-_LARGEST, _LARGEST)

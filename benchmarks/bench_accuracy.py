@@ -1,0 +1,202 @@
+"""Accuracy at equal steps, and the bits it took: every method at its best learning rate of a small grid, over several seeds.
+
+    python benchmarks/bench_accuracy.py transformer --steps 600                          # about half an hour on two cores
+    python benchmarks/bench_accuracy.py cnn-mnist --steps 400 --methods adamw:dense delayed:topk-0.01-sign
+    python benchmarks/bench_accuracy.py rnn --steps 1500 --methods sgd:dense sgd:topk-0.01-bf16 sgd:topk-0.001-bf16-warm
+
+Workers are logical ones of ``benchmarks/simulator.py``: one process, the real hook. A method is
+``OPTIMIZER:EXCHANGE``. Optimizers: ``adamw``,
+``delayed`` (gradcomp.optim.DelayAwareAdamW; parameters with one dimension, which are sent whole, are not delayed) and ``sgd`` (momentum
+0.9). Exchanges: ``dense``, ``fp16``, ``powersgd-RANK``, and ``topk-DENSITY-VALUES``, with ``-warm`` for a density that falls from 25%
+over the first tenth. The rate warms up for 5% of the steps and falls as a cosine to a twentieth. Bits are payload bits of one worker an
+element and step, everything counted. The first seed tries every rate; the best one is run with all seeds. Runs are kept in ``--out`` and
+not repeated; the last line is a JSON record.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulator import DenseMean, Fp16Mean, PowerSGD, Sparse, Workers
+from tasks import TASKS
+
+import gradcomp
+from gradcomp.optim import DelayAwareAdamW
+
+RATES = {
+    ("adamw", "loss"): [0.003, 0.006, 0.010, 0.016],
+    ("delayed", "loss"): [0.003, 0.006, 0.010, 0.016],
+    ("sgd", "loss"): [0.3, 1.0, 3.0],
+    ("adamw", "accuracy"): [0.001, 0.003],
+    ("delayed", "accuracy"): [0.001, 0.003],
+    ("sgd", "accuracy"): [0.03, 0.1],
+}
+METHODS = [
+    "adamw:dense", "adamw:powersgd-1", "adamw:powersgd-4", "adamw:topk-0.1-sign", "delayed:topk-0.1-sign", "delayed:topk-0.05-sign",
+    "delayed:topk-0.02-sign",
+]  # fmt: skip
+
+
+def hook_of(exchange: str, steps: int) -> Any:
+    """What makes a worker's hook."""
+    kind, *rest = exchange.split("-")
+    if kind == "topk":
+        warm = steps // 10 if rest[-1] == "warm" else 0
+        return Sparse(gradcomp.TopK(float(rest[0])), values=rest[1], warmup_steps=warm)
+    return {"dense": lambda: DenseMean(), "fp16": lambda: Fp16Mean(), "powersgd": lambda: PowerSGD(int(rest[0]))}[kind]()
+
+
+def optimizer_of(kind: str, net: torch.nn.Module, rate: float, max_delay: int) -> torch.optim.Optimizer:
+    """The optimizer called ``kind``."""
+    if kind == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+    if kind == "adamw":
+        return torch.optim.AdamW(net.parameters(), lr=rate, betas=(0.9, 0.95))
+    whole = [p for p in net.parameters() if p.dim() < 2 or p.numel() < 1024]
+    late = [p for p in net.parameters() if not (p.dim() < 2 or p.numel() < 1024)]
+    groups = [{"params": late}, {"params": whole, "delayed": False}]
+    return DelayAwareAdamW(groups, lr=rate, betas=(0.9, 0.95), max_delay=max_delay)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """One training; the job with its result."""
+    torch.set_num_threads(1)
+    task = TASKS[job["task"]]()
+    kind, exchange = job["method"].split(":")
+    torch.manual_seed(job["seed"])
+    net = task.make()
+    workers = Workers(net, job["workers"], hook_of(exchange, job["steps"]))
+    optimizer = optimizer_of(kind, net, job["rate"], job["max_delay"])
+    warm, steps = max(1, job["steps"] // 20), job["steps"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, 0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
+    )
+    generators = [torch.Generator().manual_seed(1000 * job["seed"] + worker) for worker in range(job["workers"])]
+    start = time.perf_counter()
+    for _ in range(steps):
+        workers.step([lambda generator=generator: task.loss(net, task.batch(generator)) for generator in generators])
+        optimizer.step()
+        scheduler.step()
+    return {**job, "result": task.judge(net), "bits": workers.bits, "seconds": time.perf_counter() - start}
+
+
+class Runs:
+    """Finished runs, kept in a file of JSON lines; the rest is run on all cores."""
+
+    def __init__(self, file: Path, processes: int) -> None:
+        self.file = file
+        self.processes = processes
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.done = {self.key(run): run for run in map(json.loads, lines)}
+
+    @staticmethod
+    def key(job: dict[str, Any]) -> str:
+        """What tells runs apart."""
+        return json.dumps([job[field] for field in ("task", "method", "steps", "rate", "seed", "workers", "max_delay")])
+
+    def get(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The results of all jobs."""
+        new = {self.key(job): job for job in jobs if self.key(job) not in self.done}
+        if new:
+            with multiprocessing.get_context("spawn").Pool(self.processes) as pool, self.file.open("a") as file:
+                for done in pool.imap_unordered(run, new.values()):
+                    self.done[self.key(done)] = done
+                    file.write(json.dumps(done) + "\n")
+                    file.flush()
+                    print(f"  {done['method']:<28} rate {done['rate']:<6g} seed {done['seed']}: {done['result']:.4f}", flush=True)
+        return [self.done[self.key(job)] for job in jobs]
+
+
+def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
+    """A row a method: result of every seed at its best rate, and bits."""
+    runs = Runs(args.out / "runs.jsonl", args.processes)
+
+    def job(method: str, rate: float, seed: int) -> dict[str, Any]:
+        fixed = {"task": args.task, "steps": args.steps, "workers": args.workers, "max_delay": args.max_delay}
+        return fixed | {"method": method, "rate": rate, "seed": seed}
+
+    rates = {method: args.rates or RATES[method.split(":")[0], metric] for method in args.methods}
+    runs.get([job(method, rate, 0) for method in args.methods for rate in rates[method]])
+    sign = 1 if metric == "loss" else -1
+    best: dict[str, float] = {}
+    for method in args.methods:
+        tried = runs.get([job(method, rate, 0) for rate in rates[method]])
+        best[method] = min(tried, key=lambda run: sign * run["result"] if math.isfinite(run["result"]) else math.inf)["rate"]
+    runs.get([job(method, best[method], seed) for method in args.methods for seed in range(args.seeds)])
+    rows = []
+    for method in args.methods:
+        found = runs.get([job(method, best[method], seed) for seed in range(args.seeds)])
+        results = [run["result"] for run in found]
+        mean = statistics.mean(results)
+        rows.append(
+            {"method": method, "rate": best[method], "results": results, "mean": mean, "bits": statistics.mean(r["bits"] for r in found)}
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]], metric: str) -> str:
+    """The rows, for people."""
+    base = next((row["mean"] for row in rows if row["method"].endswith(":dense")), None)
+    lines = [f"{'method':<30} {'rate':>6} {metric:>9} {'spread':>7} {'bits':>7} {'against dense':>14}"]
+    for row in rows:
+        spread = max(row["results"]) - min(row["results"])
+        if base is None:
+            against = ""
+        else:
+            against = f"{100 * (row['mean'] / base - 1):+.1f}%" if metric == "loss" else f"{row['mean'] - base:+.2f} points"
+        lines.append(f"{row['method']:<30} {row['rate']:>6g} {row['mean']:>9.3f} {spread:>7.3f} {row['bits']:>7.2f} {against:>14}")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], metric: str, file: Path) -> None:
+    """Result against bits, a curve a kind of method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        optimizer, exchange = row["method"].split(":")
+        parts = exchange.split("-")
+        kinds.setdefault(f"{optimizer}, {parts[0]} {' '.join(parts[2:])}", []).append(row)
+    for kind, points in kinds.items():
+        points.sort(key=lambda row: row["bits"])
+        axes.plot([row["bits"] for row in points], [row["mean"] for row in points], marker="o", label=kind)
+    axes.set(xscale="log", xlabel="bits an element and step", ylabel=metric)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print a table and a JSON record; draw the frontier."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=sorted(TASKS))
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--steps", type=int, default=600, help="(600)")
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid of the optimizer")
+    parser.add_argument("--seeds", type=int, default=3, help="(3)")
+    parser.add_argument("--workers", type=int, default=4, help="(4)")
+    parser.add_argument("--max-delay", type=int, default=8, help="of delayed (8)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at the same time (2)")
+    parser.add_argument("--out", type=Path, default=Path("reports/accuracy"), help="(reports/accuracy)")
+    args = parser.parse_args(argv)
+    metric = TASKS[args.task]().metric
+    rows = study(args, metric)
+    print(table(rows, metric))
+    plot(rows, metric, args.out / f"{args.task}-{args.steps}.png")
+    print(json.dumps({"task": args.task, "steps": args.steps, "workers": args.workers, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
