@@ -80,7 +80,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     generators = [torch.Generator().manual_seed(1000 * job["seed"] + worker) for worker in range(job["workers"])]
     start = time.perf_counter()
     for _ in range(steps):
-        workers.step([lambda generator=generator: task.loss(net, task.batch(generator)) for generator in generators])
+        workers.step([task.batch(generator) for generator in generators], task.loss)
+        if job["clip"]:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), job["clip"])
         optimizer.step()
         scheduler.step()
     return {**job, "result": task.judge(net), "bits": workers.bits, "seconds": time.perf_counter() - start}
@@ -99,7 +101,7 @@ class Runs:
     @staticmethod
     def key(job: dict[str, Any]) -> str:
         """What tells runs apart."""
-        return json.dumps([job[field] for field in ("task", "method", "steps", "rate", "seed", "workers", "max_delay")])
+        return json.dumps([job[field] for field in ("task", "method", "steps", "rate", "seed", "workers", "max_delay", "clip")])
 
     def get(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The results of all jobs."""
@@ -119,7 +121,7 @@ def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
     runs = Runs(args.out / "runs.jsonl", args.processes)
 
     def job(method: str, rate: float, seed: int) -> dict[str, Any]:
-        fixed = {"task": args.task, "steps": args.steps, "workers": args.workers, "max_delay": args.max_delay}
+        fixed = {"task": args.task, "steps": args.steps, "workers": args.workers, "max_delay": args.max_delay, "clip": args.clip}
         return fixed | {"method": method, "rate": rate, "seed": seed}
 
     rates = {method: args.rates or RATES[method.split(":")[0], metric] for method in args.methods}
@@ -188,6 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="(3)")
     parser.add_argument("--workers", type=int, default=4, help="(4)")
     parser.add_argument("--max-delay", type=int, default=8, help="of delayed (8)")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the mean gradient; 0 for no clipping (1)")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time (2)")
     parser.add_argument("--out", type=Path, default=Path("reports/accuracy"), help="(reports/accuracy)")
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Gradients across slow networks: a DDP communication hook that sends what matters, keeps the rest, and counts every byte."""
 
-from gradcomp import data
+from gradcomp import data, optim
 from gradcomp.core import codec, schedule
 from gradcomp.core.rules import Dense, Threshold, TopK
 from gradcomp.core.selection import Selection, compress, compress_gradients, decompress, decompress_gradients
@@ -36,6 +36,7 @@ __all__ = [
     "decompress",
     "decompress_gradients",
     "load",
+    "optim",
     "register",
     "save",
     "schedule",

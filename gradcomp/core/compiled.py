@@ -27,10 +27,13 @@ NOT_ASCENDING = -1
 """What :func:`read_bits` returns of indices that cannot be right."""
 
 
-def above(data: Any, residual: Any, threshold: Any, indices: Any, found: Any) -> int:
-    """Write indices and values of the elements of ``residual + data`` with ``not |x| <= threshold``; how many there are.
+def above(data: Any, residual: Any, threshold: Any, start: int, indices: Any, found: Any) -> tuple[int, int]:
+    """Write indices and values of the elements of ``residual + data`` with ``not |x| <= threshold``, beginning at ``start``.
 
-    ``residual`` may be empty, for zeros. ``indices`` and ``found`` have room for all, rounded up to a multiple of 8.
+    ``residual`` may be empty, for zeros. Stops where ``indices`` and ``found`` have no room for another block.
+
+    Returns:
+        How many there are, and where to go on: ``start`` and all that are returned but the last are multiples of ``BLOCK``.
     """
     count = 0
     sums = np.empty(BLOCK, np.float32)
@@ -38,9 +41,11 @@ def above(data: Any, residual: Any, threshold: Any, indices: Any, found: Any) ->
     words = hits.view(np.uint64)
     hit_words = np.empty(words.size, np.int64)
     summed = residual.size > 0
-    for start in range(0, data.size, BLOCK):
-        d = data[start : start + BLOCK]
-        r = residual[start : start + BLOCK]
+    for at in range(start, data.size, BLOCK):
+        if count + BLOCK > indices.size:
+            return count, at
+        d = data[at : at + BLOCK]
+        r = residual[at : at + BLOCK]
         if d.size < BLOCK:
             hits[:] = 0
         if summed:
@@ -57,10 +62,10 @@ def above(data: Any, residual: Any, threshold: Any, indices: Any, found: Any) ->
             num_words += words[word] != 0
         for word in range(num_words):
             for i in range(hit_words[word], hit_words[word] + 8):
-                indices[count] = start + i
+                indices[count] = at + i
                 found[count] = sums[i]
                 count += hits[i]
-    return count
+    return count, data.size
 
 
 def largest(indices: Any, values: Any, k: int, kept_indices: Any, kept_values: Any) -> None:
@@ -220,7 +225,7 @@ def move(parameter: Any, gradient: Any, average: Any, square: Any, age: Any, del
 class Kernels(NamedTuple):
     """The functions of this module, compiled: fp32 data, int64 indices, bytes."""
 
-    above: Callable[..., int]
+    above: Callable[..., tuple[int, int]]
     largest: Callable[..., None]
     complete: Callable[..., None]
     write_bits: Callable[..., None]
@@ -229,7 +234,7 @@ class Kernels(NamedTuple):
 
 
 _SIGNATURES: dict[Any, str] = {
-    above: "i8(f4[::1], f4[::1], f4, i8[::1], f4[::1])",
+    above: "UniTuple(i8, 2)(f4[::1], f4[::1], f4, i8, i8[::1], f4[::1])",
     largest: "void(i8[::1], f4[::1], i8, i8[::1], f4[::1])",
     complete: "void(f4[::1], f4[::1], f4, i8[::1], f4[::1], i8[::1], i8, f4)",
     write_bits: "void(i8[::1], i8, i8, u1[::1])",

@@ -77,11 +77,13 @@ class Accumulation:
         torch.from_numpy(out).copy_(data)
         return out if residual is None else np.add(out, residual, out=out)
 
-    def operands(self, start: int, stop: int) -> tuple[Floats, Floats]:
-        """(data, residual) whose sum is elements start:stop; the residual is empty where the data is the sum already. As :meth:`part`."""
-        if self._array is None or self._residual is None:
-            return np.ascontiguousarray(self.part(start, stop)), _NOTHING
-        return np.ascontiguousarray(self._array[start:stop]), self._residual[start:stop]
+    def operands(self) -> Iterator[tuple[int, Floats, Floats]]:
+        """(start, data, residual) whose sums are the tensor's elements in order; an empty residual is zero. As :meth:`part`."""
+        if self._array is None or self._residual is None or not self._array.flags.c_contiguous:
+            for start, values in self.chunks():
+                yield start, np.ascontiguousarray(values), _NOTHING
+        elif len(self):
+            yield 0, self._array, self._residual
 
     def _room(self, size: int) -> Floats:
         return _buffer("part", self.dtype)[:size] if size <= CHUNK else np.empty(size, self.dtype)
@@ -167,10 +169,11 @@ def _above(acc: Accumulation, threshold: float) -> Iterator[tuple[Indices, Float
 
 def _above_compiled(fast: Kernels, acc: Accumulation, threshold: float) -> Iterator[tuple[Indices, Floats]]:
     room, seen = _buffer("room", np.int64), _buffer("seen", np.float32)
-    for start in range(0, len(acc), CHUNK):
-        data, residual = acc.operands(start, min(start + CHUNK, len(acc)))
-        count = fast.above(data, residual, threshold, room, seen)
-        yield room[:count] + start, seen[:count].copy()
+    for start, data, residual in acc.operands():
+        at = 0
+        while at < data.size:
+            count, at = fast.above(data, residual, threshold, at, room, seen)
+            yield room[:count] + start, seen[:count].copy()
 
 
 def keep_largest(indices: Indices, values: Floats, k: int) -> tuple[Indices, Floats]:

@@ -59,7 +59,7 @@ class Layouts:
                 f"gradcomp: compression is configured but inactive: at world size {self._exchange.world_size} every parameter costs fewer "
                 "bytes dense; lower the density, or pass fallback='never' to insist",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def __len__(self) -> int:

@@ -69,7 +69,7 @@ def test_every_file_it_names_exists():
         assert (root / name).exists(), name
     tree = README.split("## The tree")[1]
     rooms = re.split(r"^  (\w+)/", tree.split("\ntests/")[0], flags=re.MULTILINE)
-    assert rooms[1::2] == ["core", "ddp", "data", "integrations"]
+    assert rooms[1::2] == ["core", "ddp", "data", "cli", "integrations"]
     for room, text in zip(rooms[1::2], rooms[2::2]):
         listed = set(re.findall(r"^    (\w+\.py)", text, re.MULTILINE))
         assert listed == {file.name for file in (root / "gradcomp" / room).glob("*.py")} - {"__init__.py"}
