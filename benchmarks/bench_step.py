@@ -38,11 +38,12 @@ def cell(rate: str, ranks: int, parameters: float, rest: list[str]) -> dict[str,
         return {"rate": rate, **found}
 
 
-def ratios(record: dict[str, Any], field: str) -> dict[str, float]:
-    """Of every other hook's seconds over each of gradcomp's."""
+def ratios(record: dict[str, Any], field: str) -> dict[str, float | None]:
+    """Of every other hook's seconds over each of gradcomp's; None where noise has made one of them less than nothing."""
     hooks = {name: row[field] for name, row in record["hooks"].items() if name != "noop"}
     ours = [name for name in hooks if name.startswith("gradcomp")]
-    return {f"{other} / {own}": hooks[other] / hooks[own] for own in ours for other in hooks if other not in ours}
+    pairs = [(other, own) for own in ours for other in hooks if other not in ours]
+    return {f"{other} / {own}": hooks[other] / hooks[own] if min(hooks[other], hooks[own]) > 0 else None for other, own in pairs}
 
 
 def main(argv: list[str] | None = None) -> None:

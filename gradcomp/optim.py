@@ -1,5 +1,6 @@
 """Optimizers that know that gradients arrive late: :class:`DelayAwareAdamW`."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from gradcomp.core.compiled import kernels
 from gradcomp.core.rules import number
+
+# Without the wrapper that torch puts around a step: hooks run once, around all groups.
+_adamw_step: Callable[[torch.optim.AdamW], Any] = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class DelayAwareAdamW(torch.optim.AdamW):
@@ -30,12 +34,15 @@ class DelayAwareAdamW(torch.optim.AdamW):
     gradient is not exactly zero; gradients that are zero by themselves (unused embedding rows, say) rest likewise, where AdamW would
     go on moving along the decaying first moment.
 
+    The optimizer sees the mean over ranks, so t is the number of steps since any rank last sent the coordinate: where ranks choose
+    different coordinates it is less than the age of what one of them sends.
+
     Limits: the cap bounds what one burst can do, ``max_delay`` ordinary updates; without one, rare bursts at small densities diverge. The
     average over t steps has a smaller second moment than t noisy gradients have: at very small densities a smaller ``lr``, or a larger
     density, is better.
 
     Args:
-        params: parameters, or groups of them. A group may set ``delayed`` and ``max_delay``.
+        params: parameters, or groups of them. A group may set ``delayed`` and ``max_delay``, once and for all.
         lr, betas, eps, weight_decay, maximize, foreach: as for :class:`torch.optim.AdamW`.
         max_delay: cap of t, 1 to 254. At 1 bursts count as single gradients, but moments rest between them.
         delayed: False makes a group plain AdamW, bit for bit: for parameters that are sent whole, as norms and biases are.
@@ -77,7 +84,11 @@ class DelayAwareAdamW(torch.optim.AdamW):
         """As in torch; the group may set ``delayed`` and ``max_delay``."""
         super().add_param_group(param_group)
         if "max_delay" in self.defaults:  # not yet while torch's own constructor adds the first groups
-            self._check(self.param_groups[-1])
+            try:
+                self._check(self.param_groups[-1])
+            except ValueError:
+                self.param_groups.pop()
+                raise
 
     @staticmethod
     def _check(group: dict[str, Any]) -> None:
@@ -85,12 +96,19 @@ class DelayAwareAdamW(torch.optim.AdamW):
             raise ValueError(f"max_delay must be a whole number in 1..254, got {group['max_delay']!r}")
         if not isinstance(group["delayed"], bool):
             raise ValueError(f"delayed must be True or False, got {group['delayed']!r}")
+        for name in ("amsgrad", "capturable", "differentiable", "fused"):
+            if group["delayed"] and group.get(name):
+                raise ValueError(f"{name} is not for a delayed group: leave it out, or set delayed=False, got {group[name]!r}")
         if group["delayed"] and any(parameter.is_complex() for parameter in group["params"]):
             raise ValueError("delayed must be False for a group of complex parameters")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, which would give every state tensor its parameter's dtype; ``delay`` and ``age`` keep theirs."""
+        own_settings = [{name: group[name] for name in ("delayed", "max_delay")} for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, settings in zip(self.param_groups, own_settings):
+            group |= settings | group  # what AdamW saved has none
+            self._check(group)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(saved, own):
@@ -108,7 +126,8 @@ class DelayAwareAdamW(torch.optim.AdamW):
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if not group["delayed"]]
-            super().step()
+            if self.param_groups:
+                _adamw_step(self)
         finally:
             self.param_groups = groups
         for group in groups:

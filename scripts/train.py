@@ -375,6 +375,16 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def write_json(file: Path, record: dict[str, Any]) -> None:
+    """The record, its curve included."""
+    file.write_text(json.dumps(record))
+
+
+def write_report(folder: Path, record: dict[str, Any]) -> None:
+    """The record and the plot of all records in the folder."""
+    print(f"report: {report.write(folder, record)}")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run under torchrun; alone it trains with one rank."""
     args = parse(argv)
@@ -385,13 +395,12 @@ def main(argv: list[str] | None = None) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     record = train(args)
     if dist.get_rank() == 0:
-        try:
-            if args.json is not None:
-                args.json.write_text(json.dumps(record))
-            if args.report is not None:
-                print(f"report: {report.write(args.report, record)}")
-        except OSError as error:  # the run is done: its record is printed all the same
-            print(f"no report: {error}", file=sys.stderr)
+        for wanted, write in ((args.json, write_json), (args.report, write_report)):
+            try:
+                if wanted is not None:
+                    write(wanted, record)
+            except OSError as error:  # the run is done: its record is printed all the same
+                print(f"no report: {error}", file=sys.stderr)
         print(json.dumps({key: value for key, value in record.items() if key != "curve"}))
     dist.destroy_process_group()
     # A gloo thread of torch 2.13 that lets go of a hook's callback while Python shuts down aborts the process. gradcomp waits for its

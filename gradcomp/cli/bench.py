@@ -59,7 +59,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.hooks = ["noop", "plain", "fp16", "bf16", "powersgd-1", "powersgd-4"]
         args.hooks += [f"twogathers-{density:g}" for density in args.density]
         args.hooks += [f"gradcomp-{density:g}-{values}" for density in args.density for values in args.values]
-    args.hooks = ["noop", *(name for name in args.hooks if name != "noop")]
+    args.hooks = list(dict.fromkeys(["noop", *args.hooks]))
+    if args.warm_up < 3:
+        parser.error(f"--warm-up must be at least 3, in which buckets are rebuilt and PowerSGD begins, got {args.warm_up}")
     for name in args.hooks:
         try:
             peer(name)
@@ -115,7 +117,7 @@ class Trainee:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The record: every hook's medians, the same on every rank but for the rank's own bytes."""
+    """The record: every hook's medians, as this rank saw them."""
     blocks: dict[str, list[Block]] = {name: [] for name in args.hooks}
     traffic: dict[str, Any] = {}
     numel = 0
@@ -125,12 +127,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             numel = trainee.numel
             for number in range(args.warm_up):
                 trainee.step(number)
+            before = trainee.handle.traffic if trainee.handle is not None else None
             blocks[name].append(trainee.block(args.steps))
             if trainee.handle is not None:
-                counted = trainee.handle.traffic
-                traffic[name] = {"sent_bytes": counted.sent_bytes / counted.steps, "ratio": counted.ratio}
-                for part in ("select_s", "encode_s", "decode_s", "exchange_s"):
-                    traffic[name][part] = getattr(counted, part) / counted.steps
+                after = trainee.handle.traffic
+                fields = ("dense_bytes", "sent_bytes", "select_s", "encode_s", "decode_s", "exchange_s")
+                spent = {field: (getattr(after, field) - getattr(before, field)) / args.steps for field in fields}
+                traffic[name] = spent | {"ratio": spent["dense_bytes"] / spent["sent_bytes"] if spent["sent_bytes"] else 1.0}
             del trainee
     hooks = {}
     for name, rounds in blocks.items():
@@ -178,8 +181,10 @@ def main(argv: list[str] | None = None) -> None:
     record = measure(args)
     if dist.get_rank() == 0:
         print(table(record))
+        if any(row["kernel_bytes"] is None for row in record["hooks"].values()):
+            print("bytes: set GLOO_SOCKET_IFNAME to the link's interface to have them counted")
+        print(json.dumps(record))
         if args.json is not None:
             args.json.write_text(json.dumps(record))
-        print(json.dumps(record))
     dist.destroy_process_group()
     time.sleep(0.2)  # threads of gloo that still hold torch's own hooks must let go of them before Python ends

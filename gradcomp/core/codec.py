@@ -63,7 +63,7 @@ def encode_indices(indices: Indices, numel: int, count: int) -> Bytes:
     fast = kernels() if low <= WIDEST else None
     if fast is not None:
         out = np.zeros(index_bytes(numel, count), np.uint8)
-        fast.write_bits(np.ascontiguousarray(indices), low, count, out)
+        fast.write_bits(np.ascontiguousarray(indices, np.int64), low, count, out)
         return out
     bits = np.zeros(index_bits(numel, count), np.uint8)
     rest = indices - np.arange(indices.size)
@@ -101,7 +101,7 @@ def decode_indices(data: Bytes, numel: int, count: int, sent: int) -> Indices:
         planes[:, :width] = np.packbits(bits[: sent * low].reshape(sent, low), axis=1, bitorder="little")
         rest |= planes.view("<u8").ravel().astype(np.int64)
     indices: Indices = rest + order
-    if sent and (int(indices[-1]) >= numel or bool((np.diff(indices) <= 0).any())):
+    if sent and (int(indices[0]) < 0 or int(indices[-1]) >= numel or bool((indices[1:] <= indices[:-1]).any())):
         raise PayloadError(f"the indices are not strictly ascending below {numel}")
     return indices
 

@@ -8,6 +8,7 @@ The environment variable ``GRADCOMP_COMPILED=0`` switches them off.
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 BLOCK = 256
 """Elements that are looked at together: few enough that what is read ahead from memory does not have to wait for what is found."""
 BINS = 4096
-"""Of magnitudes, in the search for the k-th: two octaves, and the last for all that is larger."""
+"""Of magnitudes, in the search for the k-th."""
 TILE = 1024
 """Elements that are completed together, for all ranks."""
 
@@ -71,16 +72,20 @@ def above(data: Any, residual: Any, threshold: Any, start: int, indices: Any, fo
 def largest(indices: Any, values: Any, k: int, kept_indices: Any, kept_values: Any) -> None:
     """Write the k entries of largest magnitude, 0 < k <= K, in their order; ties to the first; NaN counts as infinite.
 
-    Magnitudes are compared by their bits, which are in the same order: counted in bins of 4,096 above the smallest, then sorted
-    within the bin that has the k-th.
+    Magnitudes are compared by their bits, which are in the same order: counted in bins of equal width from the smallest to the largest,
+    then sorted within the bin that has the k-th.
     """
     bits = values.view(np.int32)
-    smallest = np.int32(0x7F800000)
+    smallest, largest = np.int32(0x7F800000), np.int32(0)
     for i in range(bits.size):
         smallest = min(smallest, bits[i] & np.int32(0x7FFFFFFF))
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    width = 0
+    while (min(largest, 0x7F800000) - smallest) >> width >= BINS:
+        width += 1
     counts = np.zeros(BINS, np.int64)
     for i in range(bits.size):
-        counts[min((min(bits[i] & 0x7FFFFFFF, 0x7F800000) - smallest) >> 12, BINS - 1)] += 1
+        counts[(min(bits[i] & 0x7FFFFFFF, 0x7F800000) - smallest) >> width] += 1
     place = BINS - 1
     wanted = k
     while counts[place] < wanted:
@@ -90,7 +95,7 @@ def largest(indices: Any, values: Any, k: int, kept_indices: Any, kept_values: A
     found = 0
     for i in range(bits.size):
         magnitude = min(bits[i] & 0x7FFFFFFF, 0x7F800000)
-        if min((magnitude - smallest) >> 12, BINS - 1) == place:
+        if (magnitude - smallest) >> width == place:
             within[found] = magnitude
             found += 1
     within.sort()
@@ -252,10 +257,22 @@ def kernels() -> Kernels | None:
         import numba
     except ImportError:
         return None
+    except Exception as error:  # installed, and broken
+        _warn(error)
+        return None
     compiled: list[Any] = []
     for function, signature in _SIGNATURES.items():
         try:
-            compiled.append(numba.njit(signature, nogil=True, cache=True)(function))
-        except RuntimeError:  # nowhere to keep machine code
-            compiled.append(numba.njit(signature, nogil=True)(function))
+            try:
+                compiled.append(numba.njit(signature, nogil=True, cache=True)(function))
+            except Exception:  # nowhere to keep machine code, or what was kept is damaged
+                compiled.append(numba.njit(signature, nogil=True)(function))
+        except Exception as error:
+            _warn(error)
+            return None
     return Kernels(*compiled)
+
+
+def _warn(error: Exception) -> None:
+    text = "gradcomp: numba is installed but does not work, so the slower numpy passes are used"
+    warnings.warn(f"{text}: {error!r}", UserWarning, stacklevel=3)

@@ -1,5 +1,6 @@
 """The compiled passes against the numpy ones and against the obvious: bit for bit."""
 
+import os
 import subprocess
 import sys
 
@@ -99,6 +100,44 @@ def test_complete(numel, world_size, density, seed, unscale):
         again.complete("x", given_again, parts, own=own, weight=1 / world_size, unscale=unscale)
     assert torch.equal(given_again, given_gradient)
     assert torch.equal(again.get("x"), books.get("x"))
+
+
+BROKEN = {
+    "import": "class Finder:\n    def find_spec(self, name, *_):\n        if name == 'numba': raise OSError('cannot load')\n"
+    "sys.meta_path.insert(0, Finder())\n",
+    "compile": "import numba\ndef njit(*_, **__):\n    raise TypeError('no compiler')\nnumba.njit = njit\n",
+}
+
+
+@pytest.mark.parametrize("how", sorted(BROKEN))
+def test_a_broken_numba_costs_time_and_no_more(how):
+    program = (
+        f"import sys, warnings\n{BROKEN[how]}import torch, gradcomp\nfrom gradcomp.core.compiled import kernels\n"
+        "with warnings.catch_warnings(record=True) as caught:\n    warnings.simplefilter('always')\n"
+        "    found = gradcomp.compress(torch.arange(-500.0, 500.0), gradcomp.TopK(0.01))\n"
+        "print(kernels(), len(found.indices), [str(w.message) for w in caught if 'numba' in str(w.message)])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("None 10 ")
+    assert done.stdout.count("gradcomp: numba is installed but does not work") == 1
+
+
+def test_kept_machine_code_that_is_damaged_is_made_anew(tmp_path):
+    program = (
+        "import torch, gradcomp\nfrom gradcomp.core.compiled import kernels\n"
+        "print(kernels() is not None, len(gradcomp.compress(torch.arange(9.0), gradcomp.TopK(0.5)).indices))"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def ran():
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+    assert ran() == ["True", "5"]
+    kept = list(tmp_path.rglob("*.nbi"))
+    assert kept
+    for file in kept:
+        file.write_bytes(file.read_bytes()[:20])
+    assert ran() == ["True", "5"]
 
 
 def test_without_numba_everything_still_works():

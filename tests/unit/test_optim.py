@@ -111,11 +111,41 @@ def test_it_goes_on_from_what_adamw_saved():
     run(adamw, torchs, steps[:10])
     ours[0].data.copy_(torchs[0].data)
     saved = copy.deepcopy(adamw.state_dict())
-    saved["param_groups"][0] |= {"delayed": True, "max_delay": 8}
     delayed.load_state_dict(saved)
     run(adamw, torchs, steps[10:])
     run(delayed, ours, steps[10:])
     torch.testing.assert_close(ours[0], torchs[0], rtol=1e-5, atol=1e-6)
+
+
+def test_settings_that_adamw_did_not_save_stay_as_they_were():
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = DelayAwareAdamW([{"params": parameters[:1], "max_delay": 3}, {"params": parameters[1:], "delayed": False}])
+    optimizer.load_state_dict(torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.5).state_dict())
+    assert [(group["delayed"], group["max_delay"], group["lr"]) for group in optimizer.param_groups] == [(True, 3, 0.5), (False, 8, 0.5)]
+
+
+def test_hooks_run_once_around_all_groups():
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # torch wraps AdamW's own step when one is made
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = DelayAwareAdamW([{"params": parameters[:1]}, {"params": parameters[1:], "delayed": False}], lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda self, *_: seen.append(len(self.param_groups)))
+    optimizer.register_step_post_hook(lambda self, *_: seen.append([float(p.detach()[0]) for p in parameters]))
+    run(optimizer, parameters, [[torch.ones(3), torch.ones(3)]])
+    assert seen[0] == 2
+    assert len(seen) == 2
+    assert all(value < 0.95 for value in seen[1])
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "fused", "differentiable"])
+def test_options_that_a_delayed_group_would_ignore_are_refused(option):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=f"{option} is not for a delayed group"):
+        DelayAwareAdamW([{"params": [parameter], option: True}])
+    optimizer = DelayAwareAdamW([parameter])
+    with pytest.raises(ValueError, match=f"{option} is not for a delayed group"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], option: True})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 4)])
