@@ -4,13 +4,15 @@
     python benchmarks/bench_accuracy.py cnn-mnist --steps 400 --methods adamw:dense delayed:topk-0.01-sign
     python benchmarks/bench_accuracy.py rnn --steps 1500 --methods sgd:dense sgd:topk-0.01-bf16 sgd:topk-0.001-bf16-warm
 
-Workers are logical ones of ``benchmarks/simulator.py``: one process, the real hook. A method is
-``OPTIMIZER:EXCHANGE``. Optimizers: ``adamw``,
-``delayed`` (gradcomp.optim.DelayAwareAdamW; parameters with one dimension, which are sent whole, are not delayed) and ``sgd`` (momentum
-0.9). Exchanges: ``dense``, ``fp16``, ``powersgd-RANK``, and ``topk-DENSITY-VALUES``, with ``-warm`` for a density that falls from 25%
-over the first tenth. The rate warms up for 5% of the steps and falls as a cosine to a twentieth. Bits are payload bits of one worker an
-element and step, everything counted. The first seed tries every rate; the best one is run with all seeds. Runs are kept in ``--out`` and
-not repeated; the last line is a JSON record.
+Workers are logical ones of ``benchmarks/simulator.py``: one process, the real hook. A method is ``OPTIMIZER:EXCHANGE``. Optimizers:
+``adamw``, ``delayed`` (gradcomp.optim.DelayAwareAdamW; parameters that are sent whole are not delayed) and ``sgd`` (momentum 0.9).
+Exchanges: ``dense``, ``fp16``, ``powersgd-RANK``, and ``topk-DENSITY-VALUES``, with ``-warm`` for a density that falls from 25% over the
+first tenth. The rate warms up for 5% of the steps and falls as a cosine to a twentieth.
+
+Bits are those that one worker hands to collectives, an element and step, everything counted; "sent" those that it puts on the wire at this
+number of workers: W - 1 times as many for a gather, 2(W - 1)/W times for a ring. Seed 0 tries every rate and is not reported; the
+best one is run with the others, and marked * where it is at the edge of the grid. Runs are kept in ``--out`` and not repeated; the
+last line is a JSON record.
 """
 
 import argparse
@@ -85,7 +87,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             torch.nn.utils.clip_grad_norm_(net.parameters(), job["clip"])
         optimizer.step()
         scheduler.step()
-    return {**job, "result": task.judge(net), "bits": workers.bits, "seconds": time.perf_counter() - start}
+    return {**job, "result": task.judge(net), "bits": workers.bits, "sent_bits": workers.sent_bits, "seconds": time.perf_counter() - start}
 
 
 class Runs:
@@ -101,7 +103,8 @@ class Runs:
     @staticmethod
     def key(job: dict[str, Any]) -> str:
         """What tells runs apart."""
-        return json.dumps([job[field] for field in ("task", "method", "steps", "rate", "seed", "workers", "max_delay", "clip")])
+        versions = [gradcomp.__version__, torch.__version__]
+        return json.dumps(versions + [job[field] for field in ("task", "method", "steps", "rate", "seed", "workers", "max_delay", "clip")])
 
     def get(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The results of all jobs."""
@@ -131,29 +134,31 @@ def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
     for method in args.methods:
         tried = runs.get([job(method, rate, 0) for rate in rates[method]])
         best[method] = min(tried, key=lambda run: sign * run["result"] if math.isfinite(run["result"]) else math.inf)["rate"]
-    runs.get([job(method, best[method], seed) for method in args.methods for seed in range(args.seeds)])
+    seeds = range(1, args.seeds + 1)  # not the one that chose
+    runs.get([job(method, best[method], seed) for method in args.methods for seed in seeds])
     rows = []
     for method in args.methods:
-        found = runs.get([job(method, best[method], seed) for seed in range(args.seeds)])
+        found = runs.get([job(method, best[method], seed) for seed in seeds])
         results = [run["result"] for run in found]
-        mean = statistics.mean(results)
-        rows.append(
-            {"method": method, "rate": best[method], "results": results, "mean": mean, "bits": statistics.mean(r["bits"] for r in found)}
-        )
+        row = {"method": method, "rate": best[method], "at_edge": best[method] in (min(rates[method]), max(rates[method]))}
+        row |= {"results": results, "mean": statistics.mean(results)}
+        rows.append(row | {field: statistics.mean(run[field] for run in found) for field in ("bits", "sent_bits")})
     return rows
 
 
 def table(rows: list[dict[str, Any]], metric: str) -> str:
     """The rows, for people."""
     base = next((row["mean"] for row in rows if row["method"].endswith(":dense")), None)
-    lines = [f"{'method':<30} {'rate':>6} {metric:>9} {'spread':>7} {'bits':>7} {'against dense':>14}"]
+    lines = [f"{'method':<30} {'rate':>6} {metric:>9} {'spread':>7} {'bits':>7} {'sent':>7} {'against dense':>14}"]
     for row in rows:
         spread = max(row["results"]) - min(row["results"])
         if base is None:
             against = ""
         else:
             against = f"{100 * (row['mean'] / base - 1):+.1f}%" if metric == "loss" else f"{row['mean'] - base:+.2f} points"
-        lines.append(f"{row['method']:<30} {row['rate']:>6g} {row['mean']:>9.3f} {spread:>7.3f} {row['bits']:>7.2f} {against:>14}")
+        rate = f"{row['rate']:g}{'*' if row['at_edge'] else ''}"
+        numbers = f"{row['mean']:>9.3f} {spread:>7.3f} {row['bits']:>7.2f} {row['sent_bits']:>7.2f}"
+        lines.append(f"{row['method']:<30} {rate:>6} {numbers} {against:>14}")
     return "\n".join(lines)
 
 

@@ -528,6 +528,13 @@ class Workers:
         exchange = self.hooks[0].exchange
         return 8 * (exchange.payload_bytes + exchange.dense_bytes) / max(1, self.numel * self.steps)
 
+    @property
+    def sent_bits(self) -> float:
+        """Bits that a worker puts on the wire for those, an element and step: :attr:`bits` if there are two workers, else more."""
+        exchange = self.hooks[0].exchange
+        sent = gather_bytes(self.world_size, exchange.payload_bytes) + ring_bytes(self.world_size, exchange.dense_bytes)
+        return 8 * sent / max(1, self.numel * self.steps)
+
     def each(self, function: Callable[[int], T]) -> list[T]:
         """``function(rank)`` in every worker's thread, for what is collective; the results by rank."""
         return self._crew.each(function)

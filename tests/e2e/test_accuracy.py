@@ -30,6 +30,7 @@ def test_every_kind_of_method_learns(method, bits):
     done = bench_accuracy.run(job(method, rate=0.1 if method.startswith("sgd") else 0.003))
     assert 100 / 10 < done["result"] <= 100
     assert bits[0] <= done["bits"] <= bits[1]
+    assert math.isclose(done["sent_bits"], done["bits"], rel_tol=0.05)  # of two workers
     assert bench_accuracy.run(job(method, rate=0.1 if method.startswith("sgd") else 0.003))["result"] == done["result"], "a seed decides"
 
 
@@ -53,7 +54,7 @@ def test_a_study_keeps_its_runs_and_ends_in_a_record(tmp_path, capsys, monkeypat
 
     def run(asked):
         ran.append(asked)
-        return {**asked, "result": 90.0 + asked["seed"] + 100 * asked["rate"], "bits": 1.0, "seconds": 0.0}
+        return {**asked, "result": 90.0 + asked["seed"] + 100 * asked["rate"], "bits": 1.0, "sent_bits": 3.0, "seconds": 0.0}
 
     class Pool:
         __enter__ = lambda self: self  # noqa: E731
@@ -67,10 +68,10 @@ def test_a_study_keeps_its_runs_and_ends_in_a_record(tmp_path, capsys, monkeypat
     arguments = ["cnn-digits", "--steps", "5", "--seeds", "2", "--rates", "0.001", "0.01", "--out", str(tmp_path)]
     arguments += ["--methods", "adamw:dense", "delayed:topk-0.1-sign"]
     bench_accuracy.main(arguments)
-    assert len(ran) == 6  # two rates and one more seed, for each method
+    assert len(ran) == 8  # two rates and two seeds, for each method
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["rate"] for row in record["rows"]] == [0.01, 0.01]
-    assert all(math.isclose(row["mean"], 91.5) for row in record["rows"])
+    assert all(math.isclose(row["mean"], 92.5) and row["at_edge"] for row in record["rows"])
     assert (tmp_path / "cnn-digits-5.png").stat().st_size > 5_000
     bench_accuracy.main(arguments)
-    assert len(ran) == 6  # they were kept
+    assert len(ran) == 8  # they were kept
