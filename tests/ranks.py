@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -25,8 +26,22 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "gradcomp", "warm"])
 
 
+def _ensure_server():
+    """Start the fork server where it can import what it preloads: it is not given this process's ``sys.path``."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
 def run_ranks(world_size, function, *args, timeout_s=60):
     """Results of ``function(rank, *args)`` of every rank. The process group's own timeout is shorter than ``timeout_s``."""
+    _ensure_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):

@@ -16,27 +16,27 @@ from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.flight import Flight
 
 
-def broken_keep(self, name, grad, indices, released, unscale=1.0):
+def loses_one(self, name, grad, parts, **how):
     """Loses the first element that was not sent."""
-    right_keep(self, name, grad, indices, released, unscale)
+    right_complete(self, name, grad, parts, **how)
     if name == "w":
         self._residuals[name][int(np.flatnonzero(self._residuals[name].numpy())[0])] = 0
 
 
-def keeps_less(self, name, grad, indices, released, unscale=1.0):
+def keeps_less(self, name, grad, parts, **how):
     """Forgets that the wire rounded."""
-    right_keep(self, name, grad, indices, released, unscale)
-    if name == "w" and indices is not None:
-        self._residuals[name].numpy()[indices] = 0
+    right_complete(self, name, grad, parts, **how)
+    if name == "w":
+        self._residuals[name].numpy()[parts[how["own"]][0]] = 0
 
 
-def broken_fill(self):
-    right_fill(self)
+def broken_land(self, feedback):
+    right_land(self, feedback)
     if len(self.plan.sparse):
         self.plan.sparse[0].part(self._buffer)[-1] += 1
 
 
-right_keep, right_fill, right_spoil = Feedback.keep, Flight.fill, Flight.spoil
+right_complete, right_land, right_spoil = Feedback.complete, Flight.land, Flight.spoil
 
 
 def broken(rank, how):
@@ -64,15 +64,15 @@ def broken(rank, how):
 
 
 def loses(model, handle):
-    Feedback.keep = broken_keep
+    Feedback.complete = loses_one
 
 
 def forgets_rounding(model, handle):
-    Feedback.keep = keeps_less
+    Feedback.complete = keeps_less
 
 
 def fills_wrongly(model, handle):
-    Flight.fill = broken_fill
+    Flight.land = broken_land
 
 
 @pytest.mark.parametrize(
