@@ -75,10 +75,14 @@ class Ranks:
         form: value format.
         world_size: W.
         sized: whether capacities follow what the ranks wanted, two steps later (every rule but TopK and Dense).
+        momentum: of DGC's momentum correction; such that its products with gradients are exact.
     """
 
-    def __init__(self, shapes, choose, form, world_size, sized=False):
-        self.residual = [{name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(world_size)]
+    def __init__(self, shapes, choose, form, world_size, sized=False, momentum=0.0):
+        self.residual, self.velocity = [
+            [{name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(world_size)] for _ in range(2)
+        ]
+        self.momentum = momentum
         self.choose, self.form, self.world_size, self.sized = choose, form, world_size, sized
         self.capacities = {}  # name -> those of the coming steps
 
@@ -87,7 +91,8 @@ class Ranks:
         reduced = {}
         for name in grads[0]:
             shape = grads[0][name].shape
-            accs = [accumulated(self.residual[rank][name], local[name]).reshape(-1) for rank, local in enumerate(grads)]
+            moved = [accumulated(self.momentum * self.velocity[rank][name], local[name]) for rank, local in enumerate(grads)]
+            accs = [accumulated(self.residual[rank][name], local).reshape(-1) for rank, local in enumerate(moved)]
             wanted = [self.choose(name, acc) for acc in accs]
             after = self._capacity(shape.numel(), max(map(len, wanted)))
             capacity, *coming = self.capacities.setdefault(name, [after, after])
@@ -95,13 +100,16 @@ class Ranks:
             total = torch.zeros(shape.numel())
             silent = all(not bool(local[name].count_nonzero()) for local in grads)
             for rank, acc in enumerate(accs):
-                kept = acc.clone()
+                kept, left = self.residual[rank][name].reshape(-1).clone(), self.velocity[rank][name].reshape(-1).clone()
                 if not silent:
+                    kept, left = acc.clone(), moved[rank].reshape(-1).clone()
                     largest = sorted(wanted[rank], key=lambda i: (-abs(float(acc[i])), i))[:capacity]
                     chosen = torch.tensor(sorted(largest), dtype=torch.int64)
                     released = rounded(acc[chosen], self.form)
                     kept[chosen] = acc[chosen] - released
                     total[chosen] += released * (1.0 / self.world_size)
+                    left[chosen] = 0.0
+                self.velocity[rank][name] = left.view(shape)
                 self.residual[rank][name] = kept.view(shape)
             reduced[name] = total.view(shape)
         return reduced

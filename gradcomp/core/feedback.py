@@ -1,8 +1,9 @@
-"""What was not sent: one fp32 residual per named tensor.
+"""What was not sent: one fp32 residual per named tensor, and where momentum is corrected one fp32 velocity beside it.
 
 Reference:
     Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech DNNs",
-    Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
+    Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019; momentum
+    correction and momentum factor masking: Lin et al., "Deep gradient compression", ICLR 2018.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,16 @@ from gradcomp.core.scan import Accumulation, Floats, Indices
 
 
 class Feedback:
-    """Residuals by name. A residual belongs to its tensor, never to a bucket or a position."""
+    """Residuals by name, and velocities. They belong to their tensor, never to a bucket or a position.
 
-    def __init__(self) -> None:
+    Args:
+        momentum: in [0, 1); what is left of a velocity after a step. 0: there are no velocities.
+    """
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        self.momentum = momentum
         self._residuals: dict[str, torch.Tensor] = {}
+        self._velocities: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._residuals
@@ -32,17 +39,52 @@ class Feedback:
         """The residual itself (fp32 [N], memory order), or None where none is held."""
         return self._residuals.get(name)
 
+    def velocity(self, name: str) -> torch.Tensor | None:
+        """The velocity itself (fp32 [N], memory order), or None where none is held."""
+        return self._velocities.get(name)
+
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and residuals, as :meth:`get` gives them."""
         return iter(self._residuals.items())
 
-    def replace(self, residuals: dict[str, torch.Tensor]) -> None:
-        """Hold these residuals (fp32 [N], memory order) and no others. Keeps the tensors given."""
-        self._residuals = dict(residuals)
+    def velocities(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and velocities, as :meth:`velocity` gives them."""
+        return iter(self._velocities.items())
+
+    def replace(self, residuals: dict[str, torch.Tensor], velocities: dict[str, torch.Tensor] | None = None) -> None:
+        """Hold these residuals and velocities (fp32 [N], memory order) and no others. Keeps the tensors given."""
+        self._residuals, self._velocities = dict(residuals), dict(velocities or {})
 
     def accumulate(self, name: str, grad: torch.Tensor, unscale: float = 1.0) -> Accumulation:
-        """``fp32(residual + unscale * grad)`` of a flat gradient [N], not stored."""
-        return Accumulation(grad, self._residuals.get(name), fp32=True, unscale=unscale)
+        """``fp32(residual + unscale * grad)`` of a flat gradient [N], not stored.
+
+        Momentum correction: ``momentum * velocity`` is added to the gradient first, which is mutated then; the velocity is not.
+        """
+        acc = Accumulation(grad, self._residuals.get(name), fp32=True, unscale=unscale)
+        velocity = self._velocities.get(name)
+        if velocity is not None:
+            acc.is_zero()  # as it was given
+            grad.add_(velocity, alpha=self.momentum / unscale)
+        return acc
+
+    def roll(self, name: str, grad: torch.Tensor, indices: Indices | None, unscale: float = 1.0) -> None:
+        """Complete a step: the velocity is now what :meth:`accumulate` has made of the gradient. Nothing without momentum.
+
+        Args:
+            name: a tensor.
+            grad: its flat gradient [N].
+            indices: where this rank released a selection: momentum factor masking stops the velocity there. None: nowhere.
+            unscale: what brings the gradient to the residual's units.
+
+        Mutates: the velocity.
+        """
+        if not self.momentum:
+            return
+        if name not in self._velocities:
+            self._velocities[name] = torch.empty(grad.numel(), dtype=torch.float32)
+        velocity = self._velocities[name].copy_(grad if unscale == 1.0 else grad * unscale)
+        if indices is not None:
+            velocity.numpy()[indices] = 0.0
 
     def keep(self, name: str, grad: torch.Tensor, indices: Indices | None, released: Floats | None, unscale: float = 1.0) -> None:
         """Complete a step: ``residual = acc - released`` at ``indices`` (None: everywhere), ``acc`` elsewhere.

@@ -48,6 +48,7 @@ class Accumulation:
     def __init__(self, data: torch.Tensor, residual: torch.Tensor | None = None, *, fp32: bool = False, unscale: float = 1.0) -> None:
         self._data = data.detach()
         self._unscale = unscale
+        self._zero: bool | None = None
         self._residual = None if residual is None else residual.numpy()
         narrow = fp32 or residual is not None or data.dtype in (torch.float32, torch.float16, torch.bfloat16)
         self.dtype = np.dtype(np.float32 if narrow else np.float64)
@@ -119,8 +120,13 @@ class Accumulation:
             residual[start : start + values.size] = values
 
     def is_zero(self) -> bool:
-        """Whether the data (not the residual) is zero everywhere. Stops at the first chunk that is not."""
-        stop = 1024
+        """Whether the data (not the residual) is zero everywhere, as of the first call."""
+        if self._zero is None:
+            self._zero = self._is_zero()
+        return self._zero
+
+    def _is_zero(self) -> bool:
+        stop = 1024  # then larger and larger parts: most end with the first
         start = 0
         while start < len(self):
             part = self._data[start:stop] if self._array is None else self._array[start:stop]

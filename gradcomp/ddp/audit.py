@@ -93,6 +93,7 @@ class Audit:
         self._flights = flights
         self._good = good
         self._before = {name: residual.clone() for name, residual in feedback.items()}
+        self._velocities = {name: velocity.clone() for name, velocity in feedback.velocities()}
         self._gradients = [flight.result.clone() for flight in flights]
 
     def verify(self, feedback: Feedback) -> None:
@@ -101,10 +102,12 @@ class Audit:
         Raises:
             AccountingError: naming the parameter, and how many of its elements are wrong.
         """
-        expected = dict(self._before)
+        expected, velocities = dict(self._before), dict(self._velocities)
         for flight, gradients in zip(self._flights, self._gradients):
             if self._good and isinstance(flight, Flight):
                 for piece in flight.plan.pieces:
+                    if feedback.momentum and not _silent(flight, piece):
+                        velocities[piece.name] = self._left(flight, piece, piece.part(gradients))
                     if piece.tracked:
                         expected[piece.name] = self._kept(flight, piece, piece.part(gradients))
                     elif piece.travel == "ride" and math.frexp(flight.loss_scale)[0] == 0.5:
@@ -113,9 +116,19 @@ class Audit:
                 self._verify_mean(flight)
         for name, residual in feedback.items():
             _compare(f"the residual of {name}", residual, expected[name])
+        for name, velocity in feedback.velocities():
+            _compare(f"the velocity of {name}", velocity, velocities[name])
+
+    def _left(self, flight: Flight, piece: Piece, gradient: torch.Tensor) -> torch.Tensor:
+        """What should be left of a parameter's velocity: all of it but where this rank released a selection."""
+        left = (gradient * flight.unscale).float()
+        own = _release(flight.arrivals[flight.rank], piece) if piece.travel == "sparse" else None
+        return left if own is None or own.indices is None else left.index_fill(0, torch.from_numpy(own.indices), 0)
 
     def _kept(self, flight: Flight, piece: Piece, gradient: torch.Tensor) -> torch.Tensor:
         """What should stay of a parameter: ``fp32(residual + gradient)`` less what this rank's release gave everybody."""
+        if _silent(flight, piece):
+            return self._before[piece.name]
         scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) * flight.unscale
         acc = (self._before[piece.name].double() + scaled.double()).float()
         released = self._released(flight, piece, acc)
@@ -129,8 +142,6 @@ class Audit:
 
     def _released(self, flight: Flight, piece: Piece, acc: torch.Tensor) -> torch.Tensor:
         """What this rank's release gave everybody, in the residual's units."""
-        if _silent(flight, piece):
-            return torch.zeros_like(acc)
         if piece.travel == "ring":
             limit = ring_limit(piece.dtype)
             if limit is None:

@@ -11,16 +11,30 @@ from gradcomp.ddp.payload import FLUSH, REMOVE
 FORMAT = 1
 """Version of the state's layout."""
 
-_KEYS = ("format", "rank", "world_size", "parameters", "step", "residual", "capacity", "announce", "flush_at", "remove_at", "removed")
+_KEYS = (
+    "format",
+    "rank",
+    "world_size",
+    "parameters",
+    "step",
+    "residual",
+    "velocity",
+    "capacity",
+    "announce",
+    "flush_at",
+    "remove_at",
+    "removed",
+)
 
 
-def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange: Exchange | None) -> None:
+def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange: Exchange | None, *, momentum: float) -> None:
     """Raise a ``ValueError`` that names what does not fit.
 
     Args:
         state: from ``state_dict()``.
         shapes: parameter name -> a tensor of its shape.
         exchange: of this rank; None where there is no process group yet, and rank and world size cannot be checked.
+        momentum: the hook's.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"state must be a mapping, as state_dict() returns it, got a {type(state).__name__}")
@@ -37,14 +51,17 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange
     own_shapes = {name: list(like.shape) for name, like in shapes.items()}
     if state["parameters"] != own_shapes:
         raise ValueError(f"state['parameters'] must be those of the model, {_difference(state['parameters'], own_shapes)}")
-    for part in ("residual", "capacity"):
+    for part in ("residual", "velocity", "capacity"):
         if not isinstance(state[part], Mapping):
             raise ValueError(f"state[{part!r}] must map parameter names, got a {type(state[part]).__name__}")
         unknown = sorted(set(state[part]) - set(shapes))
         if unknown:
             raise ValueError(f"state[{part!r}] has parameters that the model has not: {unknown}")
-    for name, residual in state["residual"].items():
-        _check_residual(name, residual, shapes[name].shape)
+    for part in ("residual", "velocity"):
+        for name, tensor in state[part].items():
+            _check_tensor(f"state[{part!r}][{name!r}]", tensor, shapes[name].shape)
+    if state["velocity"] and not momentum:
+        raise ValueError("state['velocity'] must be empty for a hook with momentum 0: register with the momentum that it was saved with")
     for name, sizes in state["capacity"].items():
         numel = shapes[name].numel()
         if not (isinstance(sizes, (list, tuple)) and len(sizes) == 2 and all(_is_count(size) and size <= numel for size in sizes)):
@@ -78,8 +95,7 @@ def _check_numbers(state: Mapping[str, Any]) -> None:
         raise ValueError(f"state['removed'] must be True or False, got {state['removed']!r}")
 
 
-def _check_residual(name: str, residual: object, shape: torch.Size) -> None:
-    field = f"state['residual'][{name!r}]"
+def _check_tensor(field: str, residual: object, shape: torch.Size) -> None:
     if not isinstance(residual, torch.Tensor) or residual.dtype != torch.float32:
         raise ValueError(f"{field} must be an fp32 tensor, got {getattr(residual, 'dtype', type(residual).__name__)}")
     if residual.shape != shape:

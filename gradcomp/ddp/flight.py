@@ -123,13 +123,14 @@ class Flight:
         for position, piece in enumerate((*self.plan.sparse, *self.plan.rides)):
             parts = [] if held_back[piece.name] else [arrival.released[position] for arrival in self.arrivals]
             gradient = piece.part(self._buffer)
+            if parts:
+                feedback.roll(piece.name, gradient, parts[self.rank].indices, self.unscale)
             if piece.travel == "sparse" and parts and gradient.dtype == torch.float32:
                 sent = [(part.indices, part.values) for part in parts if part.indices is not None]
                 feedback.complete(piece.name, gradient, sent, own=self.rank, weight=self._scale, unscale=self.unscale)
                 continue
-            if piece.tracked:
-                indices, values = (parts[self.rank].indices, parts[self.rank].values) if parts else (None, None)
-                feedback.keep(piece.name, gradient, indices, values, self.unscale)
+            if piece.tracked and parts:
+                feedback.keep(piece.name, gradient, parts[self.rank].indices, parts[self.rank].values, self.unscale)
             self._fill(gradient, parts)
         if self._ring is not None:
             for piece, reduced in zip(self.plan.rings, torch.split(self._ring, [piece.numel for piece in self.plan.rings])):
@@ -148,14 +149,16 @@ class Flight:
 
     def _land_ring(self, piece: Piece, reduced: torch.Tensor, feedback: Feedback, *, held_back: bool) -> None:
         gradient = piece.part(self._buffer)
-        if piece.tracked and held_back:
-            feedback.keep(piece.name, gradient, None, None, self.unscale)
-        elif piece.tracked and gradient.dtype.itemsize >= 4:
+        if held_back:
+            gradient.zero_()
+            return
+        feedback.roll(piece.name, gradient, None, self.unscale)
+        if piece.tracked and gradient.dtype.itemsize >= 4:
             feedback.clear(piece.name)
         elif piece.tracked:
             sent = self._ring_part(piece, feedback.accumulate(piece.name, gradient, self.unscale))
             feedback.keep(piece.name, gradient, None, sent.float().numpy(), self.unscale)
-        gradient.zero_() if held_back else gradient.copy_(reduced)
+        gradient.copy_(reduced)
 
     def spoil(self) -> None:
         """A bad step: make every gradient NaN, so that a GradScaler skips on all ranks. Mutates the buffer."""

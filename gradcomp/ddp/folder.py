@@ -13,6 +13,8 @@ from gradcomp.ddp.handle import Handle
 from gradcomp.errors import GradcompError
 
 REASON_BYTES = 256
+KINDS = ("residual", "velocity")
+"""Of tensors, by parameter."""
 METADATA = ".metadata"
 """What torch.distributed.checkpoint writes last."""
 
@@ -39,8 +41,7 @@ def save(handle: Handle, folder: str | Path) -> None:
 
     exchange = _connected(handle)
     state = handle.state_dict()
-    residuals = state.pop("residual")
-    tensors = {_key(exchange.rank, name): residual for name, residual in residuals.items()}
+    tensors = {_key(exchange.rank, kind, name): tensor for kind in KINDS for name, tensor in state.pop(kind).items()}
     text = json.dumps(state).encode()
     _make_room(exchange, folder)
     tensors[_key(exchange.rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -106,8 +107,8 @@ def _connected(handle: Handle) -> Exchange:
     return exchange
 
 
-def _key(rank: int, name: str | None = None) -> str:
-    return f"{rank}/state" if name is None else f"{rank}/residual/{name}"
+def _key(rank: int, *path: str) -> str:
+    return "/".join([str(rank), *(path or ["state"])])
 
 
 def _read(folder: str | Path, exchange: Exchange) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _read(folder: str | Path, exchange: Exchange) -> dict[str, Any]:
             raise ValueError(f"{text}: {_reasons(error)}") from error
         if not isinstance(state, dict) or not {"rank", "announce"} <= state.keys():
             raise ValueError(f"folder must hold a state of gradcomp.save, {folder} holds another checkpoint")
-        merged.add(state, {key.removeprefix(_key(source, "")): tensor for key, tensor in tensors.items()}, len(chosen))
+        merged.add(state, {key.removeprefix(f"{source}/"): tensor for key, tensor in tensors.items()}, len(chosen))
     return merged.state()
 
 
@@ -151,15 +152,15 @@ def _reasons(error: BaseException) -> str:
 
 
 class _Merged:
-    """The state of one rank out of one or several saved ones: the mean of their residuals, the rest equal in all."""
+    """The state of one rank out of one or several saved ones: the mean of their tensors, the rest equal in all."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._place = {"rank": rank, "world_size": world_size}
         self._rest: dict[str, Any] = {}
         self._announce = 0
-        self._residuals: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
 
-    def add(self, state: dict[str, Any], residuals: Mapping[str, torch.Tensor], of: int) -> None:
+    def add(self, state: dict[str, Any], tensors: Mapping[str, torch.Tensor], of: int) -> None:
         source = state["rank"]
         rest = {key: value for key, value in state.items() if key not in ("rank", "announce")}
         if self._rest and rest != self._rest:
@@ -167,10 +168,13 @@ class _Merged:
             raise ValueError(f"folder must hold one state, rank {source}'s differs from the others in {different}")
         self._rest = rest
         self._announce |= state["announce"]
-        for name, residual in residuals.items():
-            share = residual.double() / of  # exact where there is only one
-            self._residuals[name] = self._residuals[name] + share if name in self._residuals else share
+        for key, tensor in tensors.items():
+            share = tensor.double() / of  # exact where there is only one
+            self._tensors[key] = self._tensors[key] + share if key in self._tensors else share
 
     def state(self) -> dict[str, Any]:
-        residuals = {name: residual.float() for name, residual in self._residuals.items()}
-        return self._rest | self._place | {"announce": self._announce, "residual": residuals}
+        held: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
+        for key, tensor in self._tensors.items():
+            kind, _, name = key.partition("/")
+            held[kind][name] = tensor.float()
+        return self._rest | self._place | {"announce": self._announce} | held

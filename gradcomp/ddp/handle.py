@@ -54,15 +54,23 @@ class Handle:
         Raises:
             ValueError: no parameter of that name.
         """
+        return self._in_shape(name, self._feedback.get)
+
+    def velocity(self, name: str) -> torch.Tensor:
+        """What is left of a parameter's past gradients where ``momentum`` is above 0: a new fp32 tensor in the parameter's shape.
+
+        Raises:
+            ValueError: no parameter of that name.
+        """
+        return self._in_shape(name, self._feedback.velocity)
+
+    def _in_shape(self, name: str, find: Callable[[str], torch.Tensor | None]) -> torch.Tensor:
         if name not in self._shapes:
             raise ValueError(f"name must be a parameter's, one of {sorted(self._shapes)}, got {name!r}")
-        like = self._shapes[name]
-        held = self._feedback.get(name)
-        return (
-            torch.zeros(like.shape)
-            if held is None
-            else held.as_strided(like.shape, like.stride()).clone(memory_format=torch.contiguous_format)
-        )
+        like, held = self._shapes[name], find(name)
+        if held is None:
+            return torch.zeros(like.shape)
+        return held.as_strided(like.shape, like.stride()).clone(memory_format=torch.contiguous_format)
 
     def flush(self) -> None:
         """Send every residual whole, once: announced in the next step's headers, done two steps later.
@@ -86,7 +94,7 @@ class Handle:
         """This rank's state, for an exact resume on the same rank. A copy; passes ``torch.load(weights_only=True)``.
 
         Keys: ``format``, ``rank`` and ``world_size`` (None outside a process group), ``parameters`` (name -> shape), ``step``,
-        ``residual`` (name -> fp32 tensor in the parameter's shape), ``capacity``, and what is announced but not yet done.
+        ``residual`` and ``velocity`` (name -> fp32 tensor in the parameter's shape), ``capacity``, and what is announced but not yet done.
         """
         exchange = self._resolve()
         return {
@@ -94,9 +102,21 @@ class Handle:
             "rank": exchange.rank if exchange else None,
             "world_size": exchange.world_size if exchange else None,
             "parameters": {name: list(like.shape) for name, like in self._shapes.items()},
-            "residual": {name: self.residual(name) for name in self._shapes if name in self._feedback},
+            **self._held(),
             **self._agenda.state_dict(),
         }
+
+    def _held(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Residuals and velocities in their parameters' shapes: copies."""
+        found = {"residual": self._feedback.get, "velocity": self._feedback.velocity}
+        names = self._shapes
+        return {kind: {name: self._in_shape(name, find) for name in names if find(name) is not None} for kind, find in found.items()}
+
+    def _hold(self, held: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take over copies of what :meth:`_held` returned."""
+        self._feedback.replace(
+            *({name: self._in_memory_order(name, tensor) for name, tensor in held[kind].items()} for kind in ("residual", "velocity"))
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`. The state is copied; nothing is loaded if anything is wrong with it.
@@ -116,16 +136,17 @@ class Handle:
         refusal = None
         try:
             state = read()
-            checkpoint.check(state, self._shapes, exchange)
+            checkpoint.check(state, self._shapes, exchange, momentum=self._feedback.momentum)
         except ValueError as error:
             refusal = error
         except Exception as error:
             refusal = ValueError(f"state cannot be read: {error!r}")
         if exchange is not None and together:
             # The ranks tell each other first: one that raised by itself would leave the others waiting.
-            fits = {} if refusal else {key: repr(state[key]) for key in sorted(state) if key not in ("rank", "residual", "announce")}
-            if refusal is None:
-                fits["parameters with a residual"] = repr(sorted(state["residual"]))
+            own = ("rank", "residual", "velocity", "announce")
+            fits = {} if refusal else {key: repr(state[key]) for key in sorted(state) if key not in own}
+            for kind in ("residual", "velocity") if refusal is None else ():
+                fits[f"parameters with a {kind}"] = repr(sorted(state[kind]))
             try:
                 agree(exchange, {"the state to load": f"refused, {refusal}" if refusal else "fits"} | fits)
             except DesyncError:
@@ -133,12 +154,12 @@ class Handle:
                     raise
         if refusal is not None:
             raise refusal
-        self._feedback.replace({name: self._in_memory_order(name, residual) for name, residual in state["residual"].items()})
+        self._hold({kind: state[kind] for kind in ("residual", "velocity")})
         self._agenda.load_state_dict(state)
 
-    def _in_memory_order(self, name: str, residual: torch.Tensor) -> torch.Tensor:
+    def _in_memory_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         like = self._shapes[name]
-        placed = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(residual)
+        placed = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(tensor)
         return placed.as_strided((like.numel(),), (1,))
 
     def _resolve(self) -> Exchange | None:

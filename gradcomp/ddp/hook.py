@@ -62,7 +62,7 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
     if buffer.layout != torch.strided:
         return _send_coo(state, bucket, step, layout)
 
-    # 1. Accumulate: residual + gradient, formed chunk by chunk when read; both stay untouched until the step completes.
+    # 1. Accumulate: residual + gradient, formed chunk by chunk when read; residuals stay untouched until the step completes.
     sums = {piece.name: state.accumulate(piece, piece.part(buffer), step.unscale) for piece in layout}
 
     # 2. Select, by parameter. Rules that do not fix their count go first: what the ranks want decides how parameters travel.
@@ -112,7 +112,7 @@ def _send_coo(state: SparseState, bucket: GradBucket, step: Step, layout: tuple[
 
 def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor, step: Step) -> Chosen:
     """What this rank sends of one piece, and what its header says about it."""
-    zero = piece.tracked and acc.is_zero()
+    zero = (piece.tracked or plan.momentum) and acc.is_zero()
     wanted = 0 if found is None else found.indices.size
     if piece.travel == "sparse":
         indices, values, finite = found or _select(piece, acc, buffer)

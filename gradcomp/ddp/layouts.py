@@ -43,6 +43,12 @@ class Layouts:
         self._feedback = feedback
         self._agenda = agenda
         network.look_again()
+        for name in network.trained if settings.momentum else ():
+            if network.shapes[name].dtype.itemsize < 4:
+                text = "it is added to the gradient, which has no room for it"
+                raise ValueError(
+                    f"momentum must be 0 where gradients are in half precision, as {name}'s in {network.shapes[name].dtype}: {text}"
+                )
         parameters = [(name, rules[name], like.numel(), like.dtype) for name, like in network.shapes.items()]
         self.routing = Routing(parameters, values=settings.values, fallback=settings.fallback, world_size=exchange.world_size)
         self._layouts: dict[tuple[object, ...], tuple[Piece, ...]] = {}
@@ -99,6 +105,8 @@ class Layouts:
                     f"parameter {name} has a sparse gradient and a residual of dense ones, which a sparse gradient cannot carry: flush(), "
                     "and go on for three steps, before its gradients become sparse"
                 )
+            if buffer.layout != torch.strided and self._settings.momentum:
+                raise GradcompError(f"momentum must be 0 where gradients are sparse tensors, as that of parameter {name} is")
             # A gradient that is a sparse tensor already goes as in plain DDP.
             rule = Dense() if self._agenda.removed or buffer.layout != torch.strided else self._rules[name]
             shape, numel = tuple(like.shape), like.numel()
@@ -130,8 +138,9 @@ class Layouts:
         cached = self._plans.get(names)
         if cached is None or cached[0] is not layout or cached[1] != (capacities, flush, self._held(names)):
             routed = [self._routed(piece, history, flush) for piece, history in zip(layout, capacities)]
-            values, reports = self._settings.values, self._settings.on_nonfinite == "raise"
-            plan = Plan(without_needless_gather(routed, values), values, flush=flush, report=reports and not self._agenda.removed)
+            values, report = self._settings.values, self._settings.on_nonfinite == "raise" and not self._agenda.removed
+            momentum = self._settings.momentum > 0
+            plan = Plan(without_needless_gather(routed, values), values, flush=flush, report=report, momentum=momentum)
             # Routing makes parameters hold residuals: what holds is noted afterwards.
             cached = self._plans[names] = layout, (capacities, flush, self._held(names)), plan
         return cached[2]

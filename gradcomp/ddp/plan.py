@@ -164,18 +164,20 @@ class Plan:
         header: whether a payload is gathered; without one the bucket is plain DDP's all-reduce.
         flush: every residual is sent whole in this step.
         report: every piece is checked for non-finite elements and its header says so.
+        momentum: every piece has a velocity, and its header says whether it has a gradient.
         sparse, rides, rings: the pieces by the way they travel.
         counted: the pieces whose sent and wanted counts are in the header.
         bases: first element of each sparse piece in the payload's index space, and the space's size at the end.
     """
 
-    def __init__(self, pieces: Iterable[Piece], values: str, *, flush: bool, report: bool) -> None:
+    def __init__(self, pieces: Iterable[Piece], values: str, *, flush: bool, report: bool, momentum: bool = False) -> None:
         self.pieces = tuple(pieces)
         self.form = FORMATS[values]
         self.riding = FORMATS[self.form.riding]
         self.flush = flush
         self.report = report
-        self.header = report or any(p.tracked or p.sized_by_history or p.travel != "ring" for p in self.pieces)
+        self.momentum = momentum
+        self.header = report or momentum or any(p.tracked or p.sized_by_history or p.travel != "ring" for p in self.pieces)
         self.sparse = tuple(piece for piece in self.pieces if piece.travel == "sparse")
         self.rides = tuple(piece for piece in self.pieces if piece.travel == "ride")
         self.rings = tuple(piece for piece in self.pieces if piece.travel == "ring")

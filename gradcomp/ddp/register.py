@@ -20,6 +20,7 @@ def register(
     values: str = "bf16",
     warmup_steps: int = 0,
     warmup_density: float = 0.25,
+    momentum: float = 0.0,
     grad_scaler: torch.amp.GradScaler | None = None,
     on_nonfinite: str = "propagate",
     fallback: str = "dense",
@@ -30,7 +31,7 @@ def register(
     Args:
         ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU.
         rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
-        overrides, values, warmup_steps, warmup_density, grad_scaler, on_nonfinite, fallback, check: as for
+        overrides, values, warmup_steps, warmup_density, momentum, grad_scaler, on_nonfinite, fallback, check: as for
             :class:`gradcomp.SparseState`.
 
     Returns:
@@ -56,6 +57,7 @@ def register(
         values=values,
         warmup_steps=warmup_steps,
         warmup_density=warmup_density,
+        momentum=momentum,
         grad_scaler=grad_scaler,
         on_nonfinite=on_nonfinite,
         fallback=fallback,

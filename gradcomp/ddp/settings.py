@@ -21,6 +21,7 @@ class Settings:
     values: str
     warmup_steps: int
     warmup_density: float
+    momentum: float
     grad_scaler: torch.amp.GradScaler | None
     on_nonfinite: str
     fallback: str
@@ -32,6 +33,8 @@ class Settings:
         if not 0 < number("warmup_density", self.warmup_density) <= 1:
             text = "warmup_density is the fraction kept at the first step and must be in (0, 1]"
             raise ValueError(f"{text}, got {self.warmup_density!r}")
+        if not 0 <= number("momentum", self.momentum) < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         if self.grad_scaler is not None and not isinstance(self.grad_scaler, torch.amp.GradScaler):
             raise ValueError(f"grad_scaler must be a torch.amp.GradScaler or None, got a {type(self.grad_scaler).__name__}")
         for field, allowed in (("on_nonfinite", ["propagate", "raise"]), ("fallback", ["dense", "never"]), ("check", [False, True])):
@@ -73,5 +76,10 @@ class Settings:
         if scaler is not None and scaler.is_enabled():
             growth = f"growth {scaler.get_growth_factor()} every {scaler.get_growth_interval()}, backoff {scaler.get_backoff_factor()}"
             scaling = f"scale {scaler.get_scale()}, {growth}"
-        fields = {"values": self.values, "on_nonfinite": self.on_nonfinite, "fallback": self.fallback}
+        fields = {
+            "values": self.values,
+            "momentum": repr(float(self.momentum)),
+            "on_nonfinite": self.on_nonfinite,
+            "fallback": self.fallback,
+        }
         return fields | {"grad_scaler": scaling, "check": str(bool(self.check))}

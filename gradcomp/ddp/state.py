@@ -43,6 +43,9 @@ class SparseState(Handle):
         warmup_steps: steps over which the density of every ``TopK`` rule falls exponentially to its own; other rules have no
             density to warm up.
         warmup_density: the fraction kept at step 0 of a warm-up.
+        momentum: of stochastic gradient descent, corrected for what is late: it is taken here, before the selection, on every
+            parameter, and stops where a selection was sent (momentum factor masking). The optimizer then has momentum 0. For
+            fp32 and fp64 gradients, and one synchronised backward pass a step. Takes one more fp32 tensor a parameter.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the losses. Rules and residuals are then in unscaled units, so that what
             is pending keeps its worth when the scale changes; gradients and payloads stay in scaled ones.
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
@@ -65,8 +68,8 @@ class SparseState(Handle):
         parameter that travels by an all-reduce.
     """
 
-    _waiting: Mapping[str, torch.Tensor] = {}
-    """Residuals of a copy, by name, until it is attached."""
+    _waiting: Mapping[str, Mapping[str, torch.Tensor]] = {"residual": {}, "velocity": {}}
+    """What a copy holds by parameter until it is attached."""
     _scaled = False
     """Whether those are in unscaled units of scaled losses."""
 
@@ -79,6 +82,7 @@ class SparseState(Handle):
         values: str = "bf16",
         warmup_steps: int = 0,
         warmup_density: float = 0.25,
+        momentum: float = 0.0,
         grad_scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: str = "propagate",
         fallback: str = "dense",
@@ -90,6 +94,7 @@ class SparseState(Handle):
             values=values,
             warmup_steps=warmup_steps,
             warmup_density=warmup_density,
+            momentum=momentum,
             grad_scaler=grad_scaler,
             on_nonfinite=on_nonfinite,
             fallback=fallback,
@@ -100,7 +105,7 @@ class SparseState(Handle):
         self._shapes = self._network.shapes
         policy.warn_unmatched(self._shapes)
         self._rules = self._settings.warm_up({name: policy.rule_for(name, self._network.shape_of(name)) for name in self._shapes})
-        self._feedback = Feedback()
+        self._feedback = Feedback(float(momentum))
         self._agenda = Agenda()
         self._begin()
 
@@ -120,14 +125,14 @@ class SparseState(Handle):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: getattr(self, key) for key in ("_rules", "_agenda")}
-        held = {name: self.residual(name) for name in self._shapes if name in self._feedback} or self._waiting
+        held = self._held() if self._shapes else self._waiting
         scaled = self._scaled or self._settings.scales_losses
         return kept | {"settings": {**vars(self._settings), "grad_scaler": None}, "_waiting": held, "_scaled": scaled}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self._settings = Settings(**kept.pop("settings"))
         self.__dict__ |= kept
-        self._group, self._shapes, self._feedback = None, {}, Feedback()
+        self._group, self._shapes, self._feedback = None, {}, Feedback(float(self._settings.momentum))
         self._begin()
         warnings.warn(
             "gradcomp: the copy of a DDP model has no hook: register again, and give the new handle the old one's state_dict(). The copy "
@@ -154,7 +159,7 @@ class SparseState(Handle):
         if set(network.shapes) != set(self._rules):
             different = sorted(set(network.shapes) ^ set(self._rules))
             raise ValueError(f"module must have the parameters that the state was made for; only one of the two has {different}")
-        for name, held in self._waiting.items():
+        for name, held in (pair for kind in self._waiting.values() for pair in kind.items()):
             own = network.shapes[name].shape
             if held.shape != own:
                 raise ValueError(f"parameter {name} of module must have its residual's shape {tuple(held.shape)}, got {tuple(own)}")
@@ -162,8 +167,8 @@ class SparseState(Handle):
             raise ValueError("grad_scaler must be given: the state's residuals are in unscaled units")
         settings = {**vars(self._settings), "grad_scaler": grad_scaler}
         self._settings, self._network, self._shapes = Settings(**settings), network, network.shapes
-        self._feedback.replace({name: self._in_memory_order(name, residual) for name, residual in self._waiting.items()})
-        self._waiting = {}
+        self._hold(self._waiting)
+        del self._waiting
         self._group = group if group is not None else getattr(module, "process_group", None)
 
     # The process group

@@ -191,3 +191,23 @@ def test_other_damage_is_named():
         codec.decode_indices(codec.encode_indices(np.array([1]), 9, 1), 9, 1, 2)
     with pytest.raises(gradcomp.PayloadError, match="bitmap holds"):
         codec.decode_indices(codec.encode_indices(np.array([1, 5]), 9, 3), 9, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("numel", "lows", "highs", "match"),
+    [
+        (10, "100", "110001", "not strictly ascending below 10"),  # 1, 1, 8
+        (11, "001", "1100001", "not strictly ascending below 11"),  # 0, 1, 11
+        (10, "000", "111111", "holds (6|more) indices where 3"),
+        (10, "000", "110000", "holds 2 indices where 3"),
+        (10, "000", "110100", None),  # 0, 1, 4: as it should be, so the others fail for what is wrong in them
+    ],
+)
+def test_index_bits_that_cannot_be_right_are_named(numel, lows, highs, match):
+    bits = (lows + highs).ljust(16, "0")
+    data = np.array([int(bits[i : i + 8][::-1], 2) for i in (0, 8)], np.uint8)
+    if match is None:
+        assert codec.decode_indices(data, numel, 3, 3).tolist() == [0, 1, 4]
+        return
+    with pytest.raises(gradcomp.PayloadError, match=match):
+        codec.decode_indices(data, numel, 3, 3)

@@ -1,6 +1,8 @@
 """DelayAwareAdamW against the obvious loop over one coordinate, and against torch's AdamW where nothing is late."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -124,8 +126,20 @@ def test_settings_that_adamw_did_not_save_stay_as_they_were():
     assert [(group["delayed"], group["max_delay"], group["lr"]) for group in optimizer.param_groups] == [(True, 3, 0.5), (False, 8, 0.5)]
 
 
+def test_hooks_run_once_where_torch_has_wrapped_its_own_step_before():
+    program = (
+        "import torch\ntorch.optim.AdamW([torch.ones(1, requires_grad=True)])  # torch wraps AdamW's own step when one is made\n"
+        "from gradcomp.optim import DelayAwareAdamW\n"
+        "late, whole = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)\n"
+        "late.grad, whole.grad, seen = torch.ones(3), torch.ones(3), []\n"
+        "optimizer = DelayAwareAdamW([{'params': [late]}, {'params': [whole], 'delayed': False}])\n"
+        "optimizer.register_step_post_hook(lambda *_: seen.append(1))\n"
+        "optimizer.step()\nprint(seen, bool((late < 1).all()), bool((whole < 1).all()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[1] True True"
+
+
 def test_hooks_run_once_around_all_groups():
-    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # torch wraps AdamW's own step when one is made
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = DelayAwareAdamW([{"params": parameters[:1]}, {"params": parameters[1:], "delayed": False}], lr=0.1)
     seen = []
