@@ -103,7 +103,7 @@ def rnn() -> Task:
 
 def transformer() -> Task:
     """A transformer language model of 0.28 million parameters over the same text."""
-    return _text(lambda: train.ByteModel(96, 2, 64), 8, 64)
+    return _text(lambda: train.ByteModel(96, 2, 64), 16, 64)
 
 
 TASKS = {task.__name__.replace("_", "-"): task for task in (cnn_digits, cnn_mnist, rnn, transformer)}

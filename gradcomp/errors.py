@@ -1,8 +1,19 @@
-"""Everything gradcomp raises that is not a plain ``ValueError``, in one place.
+"""Everything gradcomp raises that is not a plain ``ValueError``, in one place, and how it warns.
 
 A wrong setting is a ``ValueError`` raised where the setting is given. The classes below are for what can only be found out
 later: bytes that are not ours, ranks that disagree, gradients that are not finite.
 """
+
+import sys
+import warnings
+
+
+def warn(text: str) -> None:
+    """Warn of something, at the line outside of gradcomp that led to it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "gradcomp":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=level)
 
 
 class GradcompError(Exception):

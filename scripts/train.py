@@ -171,9 +171,10 @@ class ByteModel(nn.Module):
         self.token, self.place = nn.Embedding(256, d_model), nn.Embedding(context, d_model)
         self.blocks = nn.Sequential(*[Block(d_model) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(d_model, bias=False), nn.Linear(d_model, 256, bias=False)
+        std = 0.6 / math.sqrt(d_model)  # less, and it takes hundreds of steps until attention begins to learn
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if name.endswith(("proj.weight", "down.weight")) else 1))
+                nn.init.normal_(parameter, std=std / (math.sqrt(2 * layers) if name.endswith(("proj.weight", "down.weight")) else 1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Int64 [batch, length + 1] -> mean loss in nats a byte."""

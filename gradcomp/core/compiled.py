@@ -8,12 +8,13 @@ The environment variable ``GRADCOMP_COMPILED=0`` switches them off.
 """
 
 import os
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from gradcomp.errors import warn
 
 BLOCK = 256
 """Elements that are looked at together: few enough that what is read ahead from memory does not have to wait for what is found."""
@@ -26,6 +27,7 @@ WIDEST = 48
 """Low bits that fit into a word, beside what is left of a byte."""
 NOT_ASCENDING = -1
 """What :func:`read_bits` returns of indices that cannot be right."""
+NOT_WORKING = "numba is installed but does not work, so the slower numpy passes are used"
 
 
 def above(data: Any, residual: Any, threshold: Any, start: int, indices: Any, found: Any) -> tuple[int, int]:
@@ -258,7 +260,7 @@ def kernels() -> Kernels | None:
     except ImportError:
         return None
     except Exception as error:  # installed, and broken
-        _warn(error)
+        warn(f"{NOT_WORKING}: {error!r}")
         return None
     compiled: list[Any] = []
     for function, signature in _SIGNATURES.items():
@@ -268,11 +270,6 @@ def kernels() -> Kernels | None:
             except Exception:  # nowhere to keep machine code, or what was kept is damaged
                 compiled.append(numba.njit(signature, nogil=True)(function))
         except Exception as error:
-            _warn(error)
+            warn(f"{NOT_WORKING}: {error!r}")
             return None
     return Kernels(*compiled)
-
-
-def _warn(error: Exception) -> None:
-    text = "gradcomp: numba is installed but does not work, so the slower numpy passes are used"
-    warnings.warn(f"{text}: {error!r}", UserWarning, stacklevel=3)

@@ -1,12 +1,12 @@
 """Which rule a named tensor gets: a default, and overrides by glob of which the first match wins."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 
 from gradcomp.core.rules import AnyRule, Dense, check_rule
+from gradcomp.errors import warn
 
 SMALL = 1024
 """Tensors with fewer elements, or with one dimension, stay dense unless an override says otherwise."""
@@ -45,4 +45,4 @@ class Policy:
         for glob in self.overrides:
             if not any(fnmatchcase(name, glob) for name in listed):
                 text = f"overrides[{glob!r}] matches no parameter; names are those of the network without wrappers, as {listed[0]!r}"
-                warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=4)
+                warn(text)

@@ -7,7 +7,6 @@ runs after changing its imports. Nothing of ``torch.ao`` is imported.
 import abc
 import copy
 import re
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from torch import nn
 from gradcomp.data.container import Container
 from gradcomp.data.masks import FakeSparsity, is_expanded
 from gradcomp.data.saving import Saving
-from gradcomp.errors import DataError
+from gradcomp.errors import DataError, warn
 
 EMBEDDING_TYPES = {nn.Embedding, nn.EmbeddingBag}
 """Modules whose ``weight`` is the data; subclasses too."""
@@ -98,7 +97,7 @@ class BaseDataSparsifier(Saving, abc.ABC):
         """
         known = name in self.state and name in self.data_groups
         if known:
-            warnings.warn(f"gradcomp: the data called {name!r} is replaced; was another name meant?", UserWarning, stacklevel=2)
+            warn(f"the data called {name!r} is replaced; was another name meant?")
         return self._hold(name, data, reuse_mask, config, known)
 
     def replace_data(self, name: str, data: Any, **config: Any) -> torch.Tensor:

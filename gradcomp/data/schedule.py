@@ -6,13 +6,13 @@ The public contract is that of ``torch.ao.pruning._experimental.data_scheduler``
 import abc
 import copy
 import sys
-import warnings
 import weakref
 from functools import wraps
 from typing import Any
 
 from gradcomp.core.schedule import Cubic, Exponential, Linear, Schedule
 from gradcomp.data.base import BaseDataSparsifier
+from gradcomp.errors import warn
 
 
 class BaseDataScheduler(abc.ABC):
@@ -105,7 +105,7 @@ class BaseDataScheduler(abc.ABC):
             text = "scheduler.step() was called before data_sparsifier.step(): the first value of the schedule is skipped"
         else:
             return
-        warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=3)
+        warn(text)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the sparsifier, which has a ``state_dict`` of its own. A copy."""

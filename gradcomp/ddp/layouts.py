@@ -1,6 +1,5 @@
 """Where a bucket's parameters lie and how they travel: agreed with all ranks once for each layout, then known to each by itself."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.network import Network, real_like
 from gradcomp.ddp.plan import Piece, Plan, Routing, without_needless_gather
 from gradcomp.ddp.settings import Settings
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, warn
 
 
 class Layouts:
@@ -61,11 +60,9 @@ class Layouts:
             return  # nothing was asked for, or how much is not known yet
         likes = self._network.shapes
         if all(self.routing.route(n, rule, likes[n].numel(), likes[n].dtype, None)[0] != "sparse" for n, rule in asked.items()):
-            warnings.warn(
-                f"gradcomp: compression is configured but inactive: at world size {self._exchange.world_size} every parameter costs fewer "
-                "bytes dense; lower the density, or pass fallback='never' to insist",
-                UserWarning,
-                stacklevel=4,
+            warn(
+                f"compression is configured but inactive: at world size {self._exchange.world_size} every parameter costs fewer "
+                "bytes dense; lower the density, or pass fallback='never' to insist"
             )
 
     def __len__(self) -> int:

@@ -1,13 +1,12 @@
 """What a user asked of the hook beside the rules, checked where it is given."""
 
-import warnings
 from dataclasses import dataclass
 
 import torch
 
 from gradcomp.core.rules import AnyRule, number, warmed_up, whole
 from gradcomp.core.values import check_values
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Settings:
 
         if self.values == "fp16" and self.scales_losses:
             text = "values='fp16' holds up to 65504 in scaled units, the rest waits: with a GradScaler 'bf16' delivers more"
-            warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=4)
+            warn(text)
 
     @property
     def scales_losses(self) -> bool:
@@ -66,7 +65,7 @@ class Settings:
         warmed = {name: warmed_up(rule, float(self.warmup_density), self.warmup_steps) for name, rule in rules.items()}
         if self.warmup_steps and warmed == rules:
             text = f"warmup_steps={self.warmup_steps} has nothing to warm up: no TopK rule of a density below {self.warmup_density}"
-            warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=4)
+            warn(text)
         return warmed
 
     def describe(self) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The hook's state: settings, residuals, the layouts that the ranks have agreed on, and the step under way."""
 
-import warnings
 from collections.abc import Mapping
 from contextlib import _GeneratorContextManager
 from typing import Any
@@ -25,7 +24,7 @@ from gradcomp.ddp.plan import Piece
 from gradcomp.ddp.settings import Settings
 from gradcomp.ddp.step import Step
 from gradcomp.ddp.traffic import Counters
-from gradcomp.errors import GradcompError, NonFiniteError
+from gradcomp.errors import GradcompError, NonFiniteError, warn
 
 
 class SparseState(Handle):
@@ -134,11 +133,9 @@ class SparseState(Handle):
         self.__dict__ |= kept
         self._group, self._shapes, self._feedback = None, {}, Feedback(float(self._settings.momentum))
         self._begin()
-        warnings.warn(
-            "gradcomp: the copy of a DDP model has no hook: register again, and give the new handle the old one's state_dict(). The copy "
-            "of a SparseState holds rules, settings, residuals and progress, but no process group, GradScaler or network: attach(model).",
-            UserWarning,
-            stacklevel=3,
+        warn(
+            "the copy of a DDP model has no hook: register again, and give the new handle the old one's state_dict(). The copy "
+            "of a SparseState holds rules, settings, residuals and progress, but no process group, GradScaler or network: attach(model)."
         )
 
     def attach(
