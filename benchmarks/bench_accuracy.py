@@ -33,10 +33,10 @@ import gradcomp
 from gradcomp.optim import DelayAwareAdamW
 
 RATES = {
-    ("adamw", "loss"): [0.003, 0.006, 0.010, 0.016],
-    ("delayed", "loss"): [0.003, 0.006, 0.010, 0.016],
-    ("sgd", "loss"): [0.3, 1.0, 3.0],
-    ("dgc", "loss"): [0.3, 1.0, 3.0],
+    ("adamw", "loss"): [0.003, 0.006, 0.010],
+    ("delayed", "loss"): [0.003, 0.006, 0.010],
+    ("sgd", "loss"): [0.1, 0.3, 1.0],
+    ("dgc", "loss"): [0.1, 0.3, 1.0],
     ("adamw", "accuracy"): [0.001, 0.003],
     ("delayed", "accuracy"): [0.001, 0.003],
     ("sgd", "accuracy"): [0.01, 0.03, 0.1],
@@ -44,8 +44,8 @@ RATES = {
 }
 MOMENTUM = 0.9
 METHODS = [
-    "adamw:dense", "adamw:powersgd-1", "adamw:powersgd-4", "adamw:topk-0.1-sign", "delayed:topk-0.1-sign", "delayed:topk-0.05-sign",
-    "delayed:topk-0.02-sign",
+    "adamw:dense", "adamw:powersgd-1", "adamw:powersgd-4", "adamw:powersgd-16", "adamw:topk-0.1-sign", "delayed:topk-0.13-sign",
+    "delayed:topk-0.07-sign", "delayed:topk-0.03-sign",
 ]  # fmt: skip
 
 
