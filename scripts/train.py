@@ -52,13 +52,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--analyze", action="store_true", help="gradcomp: print what gradients look like half-way, to choose a threshold by")
     add("--powersgd-rank", type=int, default=1, help="powersgd: rank of the approximation (1)")
     add("--data", type=Path, help="a text file or a folder of them, instead of the bundled documentation")
-    add("--steps", type=int, default=200, help="of training in all, those before a resumption included (200)")
+    add("--steps", type=int, default=600, help="of training in all, those before a resumption included (600)")
     add("--batch", type=int, default=16, help="sequences a rank and step (16)")
-    add("--context", type=int, default=128, help="bytes a sequence (128)")
-    add("--d-model", type=int, default=128, help="width of the model, a multiple of 32 (128)")
-    add("--layers", type=int, default=4, help="depth of the model (4)")
+    add("--context", type=int, default=64, help="bytes a sequence (64)")
+    add("--d-model", type=int, default=96, help="width of the model, a multiple of 32 (96)")
+    add("--layers", type=int, default=2, help="depth of the model (2)")
     add("--optimizer", default="adamw", choices=["adamw", "delayed-adamw", "sgd"], help="delayed-adamw: DelayAwareAdamW (adamw)")
-    add("--lr", type=float, help="peak learning rate; 0.003 for adamw, 0.3 for sgd if not given")
+    add("--lr", type=float, help="peak learning rate; 0.006, for sgd 0.3, if not given")
     add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping (1)")
     add("--seed", type=int, default=0, help="of weights and data (0)")
     add("--validate-every", type=int, default=0, help="steps from one validation loss in the curve to the next; 0 for none (0)")
@@ -118,7 +118,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if args.lr is None:
-        args.lr = 0.3 if args.optimizer == "sgd" else 0.003
+        args.lr = 0.3 if args.optimizer == "sgd" else 0.006
     if args.name is None:
         amount = {"topk": args.density, "threshold": args.threshold, "dense": None}[args.rule]
         detail = "" if amount is None else f"-{amount:g}"

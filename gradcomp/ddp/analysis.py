@@ -88,5 +88,5 @@ class Analysis(Mapping[str, Magnitudes]):
             lines.append("  ".join([*cells, f"{self.payload_bytes(name, 0.01):>18,}"]) + ("" if part.finite else "  not finite"))
         for density in DENSITIES:
             lines.append(f"Threshold({self.threshold(density):.3g}) would have sent {100 * density:g}% of all elements")
-        lines.append("Plain Adam moves rarely sent coordinates less far than dense gradients would: compare losses below 10% density.")
+        lines.append("Plain Adam moves rarely sent coordinates less far than dense gradients would: use gradcomp.optim.DelayAwareAdamW.")
         return "\n".join(lines)

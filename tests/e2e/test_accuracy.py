@@ -4,8 +4,10 @@ import json
 import math
 
 import bench_accuracy
+import bench_layers
 import pytest
 import torch
+from simulator import Workers
 
 from gradcomp.optim import DelayAwareAdamW
 
@@ -23,20 +25,42 @@ def job(method, **others):
         ("adamw:fp16", (16, 16)),
         ("adamw:powersgd-2", (1, 6)),
         ("sgd:topk-0.1-bf16", (1.5, 4)),
+        ("dgc:topk-0.1-bf16", (1.5, 4)),
         ("delayed:topk-0.1-sign", (0.5, 1.5)),
     ],
 )
 def test_every_kind_of_method_learns(method, bits):
-    done = bench_accuracy.run(job(method, rate=0.1 if method.startswith("sgd") else 0.003))
+    rate = {"sgd": 0.1, "dgc": 0.03}.get(method.split(":")[0], 0.003)
+    done = bench_accuracy.run(job(method, rate=rate))
     assert 100 / 10 < done["result"] <= 100
     assert bits[0] <= done["bits"] <= bits[1]
     assert math.isclose(done["sent_bits"], done["bits"], rel_tol=0.05)  # of two workers
-    assert bench_accuracy.run(job(method, rate=0.1 if method.startswith("sgd") else 0.003))["result"] == done["result"], "a seed decides"
+    assert bench_accuracy.run(job(method, rate=rate))["result"] == done["result"], "a seed decides"
 
 
 def test_a_warm_up_costs_bits():
     cold, warm = (bench_accuracy.run(job(f"sgd:topk-0.02-bf16{suffix}", steps=20))["bits"] for suffix in ("", "-warm"))
     assert warm > 1.05 * cold
+
+
+def test_corrected_momentum_is_the_hooks_and_not_the_optimizers():
+    net = torch.nn.Linear(40, 40)
+    assert bench_accuracy.optimizer_of("dgc", net, 0.1, 8).defaults["momentum"] == 0
+    assert bench_accuracy.optimizer_of("sgd", net, 0.1, 8).defaults["momentum"] == 0.9
+    for kind, momentum in (("dgc", 0.9), ("sgd", 0.0)):
+        workers = Workers(net, 2, bench_accuracy.hook_of(kind, "topk-0.1-fp32", 10))
+        workers.step([torch.ones(1, 40)] * 2, lambda net, batch: net(batch).sum())
+        assert bool(workers.handles[0].velocity("weight").any()) == bool(momentum)
+
+
+def test_the_layer_table():
+    job = {"layers": "convolution", "threshold": 1e-3, "values": "bf16", "steps": 3, "seed": 1}
+    sparse, all_of_it, dense = (bench_layers.run(job | {"threshold": threshold}) for threshold in (1e-3, 1e-12, None))
+    assert 0 < sparse["density"] < 1
+    assert all_of_it["density"] > 0.9
+    assert 0.4 < all_of_it["saved"] < 0.5 < sparse["saved"] < 1  # bf16 values, and a bit an element for where they are
+    assert (dense["density"], dense["saved"]) == (1.0, 0.0)
+    assert bench_layers.run(job)["density"] == sparse["density"], "a seed decides"
 
 
 def test_delayed_spares_what_is_sent_whole():

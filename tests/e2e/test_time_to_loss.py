@@ -155,7 +155,7 @@ def test_the_benchmark(tmp_path):
     record = json.loads(run.stdout.splitlines()[-1])
     assert record.keys() == {"ranks", "parameters", "versions", "training", "target", "search", "links"}
     assert record["target"] == 5
-    assert record["search"].keys() == record["links"]["unshaped"].keys() == {"plain", "topk-0.1-sign"}
+    assert record["search"].keys() == record["links"]["unshaped"].keys() == {"plain", "topk-0.1-sign-delayed"}
     saved = json.loads((tmp_path / "new" / "out" / "record.json").read_text())
     for name, row in record["links"]["unshaped"].items():
         assert any(line.startswith(name) and f"{row['plain_over_this']:.2f}x" in line for line in run.stdout.splitlines())
