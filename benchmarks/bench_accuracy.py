@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulator import DenseMean, Fp16Mean, PowerSGD, Sparse, Workers
+from hooks import DenseMean, Fp16Mean, PowerSGD, Sparse
+from simulator import Workers
 from tasks import TASKS
 
 import gradcomp
@@ -37,8 +38,8 @@ RATES = {
     ("delayed", "loss"): [0.003, 0.006, 0.010],
     ("sgd", "loss"): [0.1, 0.3, 1.0],
     ("dgc", "loss"): [0.1, 0.3, 1.0],
-    ("adamw", "accuracy"): [0.001, 0.003],
-    ("delayed", "accuracy"): [0.001, 0.003],
+    ("adamw", "accuracy"): [0.001, 0.003, 0.006],
+    ("delayed", "accuracy"): [0.001, 0.003, 0.006],
     ("sgd", "accuracy"): [0.01, 0.03, 0.1],
     ("dgc", "accuracy"): [0.01, 0.03, 0.1],
 }

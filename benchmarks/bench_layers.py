@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from bench_accuracy import MOMENTUM
-from simulator import DenseMean, Sparse, Workers
+from hooks import DenseMean, Sparse
+from simulator import Workers
 from tasks import TASKS
 
 import gradcomp

@@ -7,9 +7,11 @@ from functools import lru_cache
 
 import pytest
 import torch
+from crew import Crew, Hub, LocalExchange
+from hooks import DenseMean, Fp16Mean, PowerSGD, Sparse, in_buckets
 from nets import Given, Mixed, loss_of, tokens
 from ranks import run_ranks
-from simulator import Crew, DenseMean, Fp16Mean, Hub, LocalExchange, PowerSGD, Sparse, Workers, in_buckets
+from simulator import Workers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
