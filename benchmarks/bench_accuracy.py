@@ -1,8 +1,9 @@
 """Accuracy at equal steps, and the bits it took: every method at its best learning rate of a small grid, over several seeds.
 
     python benchmarks/bench_accuracy.py transformer --steps 600                          # about half an hour on two cores
-    python benchmarks/bench_accuracy.py cnn-mnist --steps 400 --methods adamw:dense delayed:topk-0.01-sign
-    python benchmarks/bench_accuracy.py rnn --steps 1500 --methods sgd:dense sgd:topk-0.01-bf16 sgd:topk-0.001-bf16-warm
+    python benchmarks/bench_accuracy.py transformer --total-bits 400                     # equal bytes: each as many steps as that allows
+    python benchmarks/bench_accuracy.py cnn-mnist --steps 400 --clip 0 --methods adamw:dense delayed:topk-0.01-sign
+    python benchmarks/bench_accuracy.py rnn --steps 1500 --clip 0 --methods sgd:dense sgd:topk-0.01-bf16 dgc:topk-0.001-bf16-warm
 
 Workers are logical ones of ``benchmarks/simulator.py``: one process, the real hook. A method is ``OPTIMIZER:EXCHANGE``. Optimizers:
 ``adamw``, ``delayed`` (gradcomp.optim.DelayAwareAdamW; parameters that are sent whole are not delayed), ``sgd`` (momentum 0.9) and
@@ -44,6 +45,8 @@ RATES = {
     ("dgc", "accuracy"): [0.01, 0.03, 0.1],
 }
 MOMENTUM = 0.9
+PROBE = 4
+"""Steps after which a method's bits are known."""
 METHODS = [
     "adamw:dense", "adamw:powersgd-1", "adamw:powersgd-4", "adamw:powersgd-16", "adamw:topk-0.1-sign", "delayed:topk-0.13-sign",
     "delayed:topk-0.07-sign", "delayed:topk-0.03-sign",
@@ -130,10 +133,15 @@ def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
     runs = Runs(args.out / "runs.jsonl", args.processes)
 
     def job(method: str, rate: float, seed: int) -> dict[str, Any]:
-        fixed = {"task": args.task, "steps": args.steps, "workers": args.workers, "max_delay": args.max_delay, "clip": args.clip}
+        fixed = {"task": args.task, "steps": steps[method], "workers": args.workers, "max_delay": args.max_delay, "clip": args.clip}
         return fixed | {"method": method, "rate": rate, "seed": seed}
 
     rates = {method: args.rates or RATES[method.split(":")[0], metric] for method in args.methods}
+    steps = dict.fromkeys(args.methods, args.steps)
+    if args.total_bits:
+        steps = dict.fromkeys(args.methods, PROBE)
+        probes = runs.get([job(method, rates[method][0], 0) for method in args.methods])
+        steps = {probe["method"]: max(1, min(args.steps, int(args.total_bits / probe["bits"]))) for probe in probes}
     runs.get([job(method, rate, 0) for method in args.methods for rate in rates[method]])
     sign = 1 if metric == "loss" else -1
     best: dict[str, float] = {}
@@ -147,7 +155,7 @@ def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
         found = runs.get([job(method, best[method], seed) for seed in seeds])
         results = [run["result"] for run in found]
         row = {"method": method, "rate": best[method], "at_edge": best[method] in (min(rates[method]), max(rates[method]))}
-        row |= {"results": results, "mean": statistics.mean(results)}
+        row |= {"steps": steps[method], "results": results, "mean": statistics.mean(results)}
         rows.append(row | {field: statistics.mean(run[field] for run in found) for field in ("bits", "sent_bits")})
     return rows
 
@@ -155,7 +163,7 @@ def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]], metric: str) -> str:
     """The rows, for people."""
     base = next((row["mean"] for row in rows if row["method"].endswith(":dense")), None)
-    lines = [f"{'method':<30} {'rate':>6} {metric:>9} {'spread':>7} {'bits':>7} {'sent':>7} {'against dense':>14}"]
+    lines = [f"{'method':<30} {'steps':>6} {'rate':>6} {metric:>9} {'spread':>7} {'bits':>7} {'sent':>7} {'against dense':>14}"]
     for row in rows:
         spread = max(row["results"]) - min(row["results"])
         if base is None:
@@ -164,7 +172,7 @@ def table(rows: list[dict[str, Any]], metric: str) -> str:
             against = f"{100 * (row['mean'] / base - 1):+.1f}%" if metric == "loss" else f"{row['mean'] - base:+.2f} points"
         rate = f"{row['rate']:g}{'*' if row['at_edge'] else ''}"
         numbers = f"{row['mean']:>9.3f} {spread:>7.3f} {row['bits']:>7.2f} {row['sent_bits']:>7.2f}"
-        lines.append(f"{row['method']:<30} {rate:>6} {numbers} {against:>14}")
+        lines.append(f"{row['method']:<30} {row['steps']:>6} {rate:>6} {numbers} {against:>14}")
     return "\n".join(lines)
 
 
@@ -197,6 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--steps", type=int, default=600, help="(600)")
+    parser.add_argument("--total-bits", type=float, help="an element may take in all; fewer steps where --steps would take more")
     parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid of the optimizer")
     parser.add_argument("--seeds", type=int, default=3, help="(3)")
     parser.add_argument("--workers", type=int, default=4, help="(4)")

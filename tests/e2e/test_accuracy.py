@@ -99,3 +99,7 @@ def test_a_study_keeps_its_runs_and_ends_in_a_record(tmp_path, capsys, monkeypat
     assert (tmp_path / "cnn-digits-5.png").stat().st_size > 5_000
     bench_accuracy.main(arguments)
     assert len(ran) == 8  # they were kept
+    capsys.readouterr()
+    bench_accuracy.main([*arguments, "--total-bits", "3.5"])  # every run here takes one bit a step
+    assert [job["steps"] for job in ran[8:]] == [bench_accuracy.PROBE] * 2 + [3] * 8
+    assert [row["steps"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]] == [3, 3]
