@@ -12,9 +12,10 @@ Exchanges: ``dense``, ``fp16``, ``powersgd-RANK``, and ``topk-DENSITY-VALUES``, 
 first tenth. The rate warms up for 5% of the steps and falls as a cosine to a twentieth.
 
 Bits are those that one worker hands to collectives, an element and step, everything counted; "sent" those that it puts on the wire at this
-number of workers: W - 1 times as many for a gather, 2(W - 1)/W times for a ring. Seed 0 tries every rate and is not reported; the
-best one is run with the others, and marked * where it is at the edge of the grid. Runs are kept in ``--out`` and not repeated; the
-last line is a JSON record.
+number of workers: W - 1 times as many for a gather, 2(W - 1)/W times for a ring. Seed 0 tries every rate and is not reported; the best one
+is run with the others, and marked * where it is at the edge of the grid. ``--clip`` limits the norm of the gradient that the optimizer
+gets, in which ``dgc`` has the momentum: compare it with ``sgd`` at ``--clip 0``. Runs are kept in ``--out`` and not repeated; the last line
+is a JSON record.
 """
 
 import argparse
@@ -23,9 +24,11 @@ import math
 import multiprocessing
 import statistics
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
+import tasks
 import torch
 from hooks import DenseMean, Fp16Mean, PowerSGD, Sparse
 from simulator import Workers
@@ -45,8 +48,8 @@ RATES = {
     ("dgc", "accuracy"): [0.01, 0.03, 0.1],
 }
 MOMENTUM = 0.9
-PROBE = 4
-"""Steps after which a method's bits are known."""
+PROBE = 40
+"""Steps after which a method's bits are known, those of a warm-up over the first tenth included."""
 METHODS = [
     "adamw:dense", "adamw:powersgd-1", "adamw:powersgd-4", "adamw:powersgd-16", "adamw:topk-0.1-sign", "delayed:topk-0.13-sign",
     "delayed:topk-0.07-sign", "delayed:topk-0.03-sign",
@@ -57,6 +60,8 @@ def hook_of(kind_of_optimizer: str, exchange: str, steps: int) -> Any:
     """What makes a worker's hook."""
     momentum = MOMENTUM if kind_of_optimizer == "dgc" else 0.0
     kind, *rest = exchange.split("-")
+    if momentum and kind != "topk":
+        raise ValueError(f"dgc takes its momentum in gradcomp's hook: dgc:topk-DENSITY-VALUES, got dgc:{exchange}")
     if kind == "topk":
         warm = steps // 10 if rest[-1] == "warm" else 0
         return Sparse(gradcomp.TopK(float(rest[0])), values=rest[1], warmup_steps=warm, momentum=momentum)
@@ -111,8 +116,12 @@ class Runs:
 
     @staticmethod
     def key(job: dict[str, Any]) -> str:
-        """What tells runs apart."""
-        versions = [gradcomp.__version__, torch.__version__]
+        """What tells runs apart: settings, versions, and the networks' and tasks' own code."""
+        versions = [
+            gradcomp.__version__,
+            torch.__version__,
+            *(zlib.crc32(Path(module.__file__).read_bytes()) for module in (tasks, tasks.train)),
+        ]
         return json.dumps(versions + [job[field] for field in ("task", "method", "steps", "rate", "seed", "workers", "max_delay", "clip")])
 
     def get(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -217,8 +226,10 @@ def main(argv: list[str] | None = None) -> None:
     metric = TASKS[args.task]().metric
     rows = study(args, metric)
     print(table(rows, metric))
-    plot(rows, metric, args.out / f"{args.task}-{args.steps}.png")
-    print(json.dumps({"task": args.task, "steps": args.steps, "workers": args.workers, "rows": rows}))
+    length = f"{args.total_bits:g}-bits" if args.total_bits else args.steps
+    plot(rows, metric, args.out / f"{args.task}-{length}.png")
+    record = {"task": args.task, "steps": args.steps, "total_bits": args.total_bits, "workers": args.workers, "clip": args.clip}
+    print(json.dumps(record | {"rows": rows}))
 
 
 if __name__ == "__main__":

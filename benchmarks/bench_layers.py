@@ -5,8 +5,8 @@
 
 Only the layers of one type are sparse, by ``Threshold`` with error feedback; all else travels dense. Two workers of
 ``benchmarks/simulator.py``, SGD with momentum 0.9, the same training dense beside it. Bytes are those of the layers alone, by the codec,
-against an fp32 all-reduce, which at two workers hands over 4 bytes an element. Beside it stands what a published article claims of a
-threshold on gradients, without saying how it was measured. The last line is a JSON record.
+with the room that the hook keeps for a threshold, against an fp32 all-reduce, which at two workers hands over 4 bytes an element. Beside it
+stands what a published article claims of a threshold on gradients, without saying how it was measured. The last line is a JSON record.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tasks import TASKS
 
 import gradcomp
 from gradcomp.core.values import FORMATS, check_values
-from gradcomp.ddp.plan import payload_share
+from gradcomp.ddp.plan import capacity_for, payload_share
 
 LAYERS: dict[str, dict[str, Any]] = {
     "convolution": {"task": "cnn-mnist", "names": ["0.weight", "3.weight"], "rate": 0.03, "claim": "65-80% sparse, < 0.5%, 60-75%"},
@@ -63,7 +63,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         for handle in workers.handles[:1]:
             sent = {name: round(handle.densities[name] * sizes[name]) for name in chosen}
             elements += sum(sent.values())
-            size += sum(payload_share(sizes[name], count, form) for name, count in sent.items())
+            size += sum(payload_share(sizes[name], capacity_for(sizes[name], count), form) for name, count in sent.items())
     total = sum(sizes.values()) * job["steps"]
     dense = job["threshold"] is None
     return {
@@ -106,7 +106,15 @@ def main(argv: list[str] | None = None) -> None:
         spread = max(run["result"] for run in dense) - min(run["result"] for run in dense)
         lost = a - b if metric == "accuracy" else 100 * (b / a - 1)
         unit, spread = ("points", spread) if metric == "accuracy" else ("% loss", 100 * spread / a)
-        row = {"layers": layers, "task": LAYERS[layers]["task"], "metric": metric, "dense": a, "sparse": b, "lost": lost, "spread": spread}
+        row = {
+            "layers": layers,
+            "task": LAYERS[layers]["task"],
+            "metric": metric,
+            "dense": a,
+            "sparse": b,
+            "lost": lost,
+            "dense_spread": spread,
+        }
         row |= {field: statistics.mean(run[field] for run in sparse) for field in ("density", "saved")}
         rows.append(row)
         text = f"{lost:+.2f} {unit} (±{spread / 2:.2f})"

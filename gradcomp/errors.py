@@ -11,7 +11,7 @@ import warnings
 def warn(text: str) -> None:
     """Warn of something, at the line outside of gradcomp that led to it."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "gradcomp":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "gradcomp":
         level, frame = level + 1, frame.f_back
     warnings.warn(f"gradcomp: {text}", UserWarning, stacklevel=level)
 

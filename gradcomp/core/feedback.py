@@ -55,13 +55,14 @@ class Feedback:
         """Hold these residuals and velocities (fp32 [N], memory order) and no others. Keeps the tensors given."""
         self._residuals, self._velocities = dict(residuals), dict(velocities or {})
 
-    def accumulate(self, name: str, grad: torch.Tensor, unscale: float = 1.0) -> Accumulation:
+    def accumulate(self, name: str, grad: torch.Tensor, unscale: float = 1.0, *, moving: bool = True) -> Accumulation:
         """``fp32(residual + unscale * grad)`` of a flat gradient [N], not stored.
 
-        Momentum correction: ``momentum * velocity`` is added to the gradient first, which is mutated then; the velocity is not.
+        Momentum correction: ``momentum * velocity`` is added to the gradient first, which is mutated then; the velocity is not. Not where
+        ``moving`` is False.
         """
         acc = Accumulation(grad, self._residuals.get(name), fp32=True, unscale=unscale)
-        velocity = self._velocities.get(name)
+        velocity = self._velocities.get(name) if moving else None
         if velocity is not None:
             acc.is_zero()  # as it was given
             grad.add_(velocity, alpha=self.momentum / unscale)
@@ -82,7 +83,7 @@ class Feedback:
             return
         if name not in self._velocities:
             self._velocities[name] = torch.empty(grad.numel(), dtype=torch.float32)
-        velocity = self._velocities[name].copy_(grad if unscale == 1.0 else grad * unscale)
+        velocity = torch.mul(grad, unscale, out=self._velocities[name])
         if indices is not None:
             velocity.numpy()[indices] = 0.0
 

@@ -119,6 +119,10 @@ class Accumulation:
         for start, values in self.chunks():
             residual[start : start + values.size] = values
 
+    def leaves_nothing(self) -> bool:
+        """Whether the residual is zero everywhere."""
+        return self._residual is None or not self._residual.any()
+
     def is_zero(self) -> bool:
         """Whether the data (not the residual) is zero everywhere, as of the first call."""
         if self._zero is None:

@@ -59,7 +59,7 @@ class Agenda:
             self._flush_at = [at for at in self._flush_at if at > self.number]
             # A removal goes on flushing until no rank has a rest: nobody would send it afterwards.
             self.removed = self._remove_at is not None and self.number >= self._remove_at and not rest
-        if flags & FLUSH:
+        if flags & FLUSH and not self.removed:
             self._flush_at.append(self.number + LAG)
         if flags & REMOVE and self._remove_at is None:
             self._remove_at = self.number + LAG

@@ -106,7 +106,8 @@ class Audit:
         for flight, gradients in zip(self._flights, self._gradients):
             if self._good and isinstance(flight, Flight):
                 for piece in flight.plan.pieces:
-                    if feedback.momentum and not _silent(flight, piece):
+                    if feedback.momentum and flight.moves(piece):
+                        self._verify_push(flight, piece, piece.part(gradients), feedback.momentum)
                         velocities[piece.name] = self._left(flight, piece, piece.part(gradients))
                     if piece.tracked:
                         expected[piece.name] = self._kept(flight, piece, piece.part(gradients))
@@ -118,6 +119,16 @@ class Audit:
             _compare(f"the residual of {name}", residual, expected[name])
         for name, velocity in feedback.velocities():
             _compare(f"the velocity of {name}", velocity, velocities[name])
+
+    def _verify_push(self, flight: Flight, piece: Piece, gradient: torch.Tensor, momentum: float) -> None:
+        """What was made of the local gradient is, to rounding, its sum with ``momentum`` times the velocity."""
+        if flight.local is None:
+            return
+        local, velocity = piece.part(flight.local).double(), self._velocities.get(piece.name)
+        pushed = torch.zeros_like(local) if velocity is None else momentum / flight.unscale * velocity.double()
+        error = (gradient.double() - local - pushed).abs()
+        seen = torch.where(error <= 2.0**-22 * (local.abs() + pushed.abs()), local + pushed, gradient.double())
+        _compare(f"the momentum of {piece.name}", seen, local + pushed)
 
     def _left(self, flight: Flight, piece: Piece, gradient: torch.Tensor) -> torch.Tensor:
         """What should be left of a parameter's velocity: all of it but where this rank released a selection."""
@@ -177,7 +188,7 @@ class Audit:
             for piece in flight.plan.rings:
                 total, magnitude = flight.given[piece.name]
                 saturated = piece.tracked and ring_limit(piece.dtype) is not None
-                if not saturated and not (piece.tracked and _silent(flight, piece)):
+                if not saturated and not (flight.arrivals and _silent(flight, piece)):
                     eps = max(torch.finfo(piece.dtype).eps, 2.0**-23)  # what was given was noted in fp32
                     yield Sums(piece.name, total, magnitude, weighed(piece.part(flight.result))[0], eps)
 

@@ -18,7 +18,6 @@ _KEYS = (
     "parameters",
     "step",
     "residual",
-    "velocity",
     "capacity",
     "announce",
     "flush_at",
@@ -51,16 +50,17 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, torch.Tensor], exchange
     own_shapes = {name: list(like.shape) for name, like in shapes.items()}
     if state["parameters"] != own_shapes:
         raise ValueError(f"state['parameters'] must be those of the model, {_difference(state['parameters'], own_shapes)}")
-    for part in ("residual", "velocity", "capacity"):
-        if not isinstance(state[part], Mapping):
-            raise ValueError(f"state[{part!r}] must map parameter names, got a {type(state[part]).__name__}")
-        unknown = sorted(set(state[part]) - set(shapes))
+    velocities = state.get("velocity", {})  # states of hooks without momentum had none
+    for part, held in (("residual", state["residual"]), ("velocity", velocities), ("capacity", state["capacity"])):
+        if not isinstance(held, Mapping):
+            raise ValueError(f"state[{part!r}] must map parameter names, got a {type(held).__name__}")
+        unknown = sorted(set(held) - set(shapes))
         if unknown:
             raise ValueError(f"state[{part!r}] has parameters that the model has not: {unknown}")
-    for part in ("residual", "velocity"):
-        for name, tensor in state[part].items():
+    for part, held in (("residual", state["residual"]), ("velocity", velocities)):
+        for name, tensor in held.items():
             _check_tensor(f"state[{part!r}][{name!r}]", tensor, shapes[name].shape)
-    if state["velocity"] and not momentum:
+    if velocities and not momentum:
         raise ValueError("state['velocity'] must be empty for a hook with momentum 0: register with the momentum that it was saved with")
     for name, sizes in state["capacity"].items():
         numel = shapes[name].numel()

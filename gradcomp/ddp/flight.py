@@ -35,9 +35,13 @@ class Flight:
         exchange: of the ranks.
         buffer: the bucket's own buffer [N], which holds the local gradients until :meth:`land` or :meth:`spoil`.
         loss_scale: what the gradients, and so what travels, are multiplied by beside the residuals.
+        moving: by parameter, whether momentum is taken of it.
     """
 
-    def __init__(self, plan: Plan, step: int, exchange: Exchange, buffer: torch.Tensor, loss_scale: float) -> None:
+    local: torch.Tensor | None = None
+    """For ``check``: the local gradients as they were given."""
+
+    def __init__(self, plan: Plan, step: int, exchange: Exchange, buffer: torch.Tensor, loss_scale: float, moving: dict[str, bool]) -> None:
         self.plan = plan
         self.arrivals: list[Arrival] = []
         self.rank = exchange.rank
@@ -48,6 +52,7 @@ class Flight:
         self.loss_scale = loss_scale
         self.unscale = 1.0 / loss_scale
         self._buffer = buffer.detach()
+        self._moving = moving
         self._ring: torch.Tensor | None = None
         self._ring_finite = True
 
@@ -123,7 +128,7 @@ class Flight:
         for position, piece in enumerate((*self.plan.sparse, *self.plan.rides)):
             parts = [] if held_back[piece.name] else [arrival.released[position] for arrival in self.arrivals]
             gradient = piece.part(self._buffer)
-            if parts:
+            if parts and self._moving[piece.name]:
                 feedback.roll(piece.name, gradient, parts[self.rank].indices, self.unscale)
             if piece.travel == "sparse" and parts and gradient.dtype == torch.float32:
                 sent = [(part.indices, part.values) for part in parts if part.indices is not None]
@@ -152,7 +157,8 @@ class Flight:
         if held_back:
             gradient.zero_()
             return
-        feedback.roll(piece.name, gradient, None, self.unscale)
+        if self._moving[piece.name]:
+            feedback.roll(piece.name, gradient, None, self.unscale)
         if piece.tracked and gradient.dtype.itemsize >= 4:
             feedback.clear(piece.name)
         elif piece.tracked:
@@ -165,8 +171,13 @@ class Flight:
         self._buffer.fill_(float("nan"))
         self._ring = None
 
-    def note_sums(self, sums: dict[str, Accumulation]) -> None:
-        """For ``check``: note what this rank gives of each piece, before anything is made of it."""
+    def moves(self, piece: Piece) -> bool:
+        """Whether the piece's velocity changes in this step: some rank has a gradient, and momentum is taken of it."""
+        return self._moving[piece.name] and not self.held_back[piece.name]
+
+    def note(self, local: torch.Tensor, sums: dict[str, Accumulation]) -> None:
+        """For ``check``: note the local gradients, and what this rank gives of each piece, before anything is made of it."""
+        self.local = local
         for piece in self.plan.pieces:
             self.given[piece.name] = weighed(torch.from_numpy(scaled(sums[piece.name].whole(), self.loss_scale)))
 

@@ -20,7 +20,7 @@ METADATA = ".metadata"
 
 
 def save(handle: Handle, folder: str | Path) -> None:
-    """Save the hook's state on all ranks: residuals, progress, capacities. Beside it belong the model's and the optimizer's.
+    """Save the hook's state on all ranks: residuals, velocities, progress, capacities. Beside it belong the model's and the optimizer's.
 
     Args:
         handle: from :func:`gradcomp.register`, or a :class:`gradcomp.SparseState`.
@@ -33,7 +33,7 @@ def save(handle: Handle, folder: str | Path) -> None:
 
     Communication:
         Collective: all ranks call it, between the same two steps. torch.distributed.checkpoint gathers names and sizes; residuals
-        go to the file system, ``4 N`` bytes a rank. Not counted in ``handle.traffic``.
+        go to the file system, ``4 N`` bytes a rank (twice that with ``momentum``). Not counted in ``handle.traffic``.
     """
     # Imported here: it takes half as long as torch itself.
     from torch.distributed.checkpoint.api import CheckpointException

@@ -85,6 +85,8 @@ class Handle:
     def remove(self) -> None:
         """Turn the hook dense: announced in the next step's headers; two steps later one flush, then plain DDP's all-reduce.
 
+        ``momentum`` goes on in the hook, with a gather of headers beside the all-reduce of every bucket.
+
         One rank's call is enough. Flushing goes on until no rank has anything pending, for as long as a parameter with a residual has
         no gradient on any rank. A DDP model takes one hook in its life, so the hook stays registered.
         """
@@ -146,7 +148,7 @@ class Handle:
             own = ("rank", "residual", "velocity", "announce")
             fits = {} if refusal else {key: repr(state[key]) for key in sorted(state) if key not in own}
             for kind in ("residual", "velocity") if refusal is None else ():
-                fits[f"parameters with a {kind}"] = repr(sorted(state[kind]))
+                fits[f"parameters with a {kind}"] = repr(sorted(state.get(kind, {})))
             try:
                 agree(exchange, {"the state to load": f"refused, {refusal}" if refusal else "fits"} | fits)
             except DesyncError:
@@ -154,7 +156,7 @@ class Handle:
                     raise
         if refusal is not None:
             raise refusal
-        self._hold({kind: state[kind] for kind in ("residual", "velocity")})
+        self._hold({kind: state.get(kind, {}) for kind in ("residual", "velocity")})
         self._agenda.load_state_dict(state)
 
     def _in_memory_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -62,17 +62,20 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
     if buffer.layout != torch.strided:
         return _send_coo(state, bucket, step, layout)
 
-    # 1. Accumulate: residual + gradient, formed chunk by chunk when read; residuals stay untouched until the step completes.
-    sums = {piece.name: state.accumulate(piece, piece.part(buffer), step.unscale) for piece in layout}
+    # 1. Accumulate: residual + gradient, formed chunk by chunk when read; residuals stay untouched until the step completes. (What is
+    # frozen has no gradient; should an old one lie in the bucket, it gets no momentum.)
+    given = buffer.clone() if state.checks else None
+    moving = {piece.name: parameter.requires_grad for piece, parameter in zip(layout, bucket.parameters())}
+    sums = {piece.name: state.accumulate(piece, piece.part(buffer), step.unscale, moving=moving[piece.name]) for piece in layout}
 
     # 2. Select, by parameter. Rules that do not fix their count go first: what the ranks want decides how parameters travel.
     with state.timed("select_s"):
         found = {piece.name: _select(piece, sums[piece.name], buffer) for piece in layout if piece.sized_by_history}
     state.layouts.size(layout, {name: int(np.isfinite(part.values).sum()) for name, part in found.items()})
     plan = state.layouts.plan(layout, flush=step.flush)
-    flight = Flight(plan, step.number, state.exchange, buffer, step.loss_scale)
-    if state.checks:
-        flight.note_sums(sums)
+    flight = Flight(plan, step.number, state.exchange, buffer, step.loss_scale, moving)
+    if given is not None:
+        flight.note(given, sums)
 
     if plan.header:
         with state.timed("select_s"):
@@ -123,7 +126,8 @@ def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, bu
     values = acc.whole() if piece.travel == "ride" or plan.report or flushed else NOTHING.values
     finite = bool(np.isfinite(values).all()) and (found is None or found.finite)
     values = scaled(values, step.loss_scale)
-    # Without a local gradient all of it may have to stay; with one, what half precision cannot hold.
-    limit = 0.0 if zero else ring_limit(piece.dtype)
-    rest = flushed and limit is not None and bool((np.abs(values) > limit).any())
+    # Without a local gradient the residual may have to stay; with one, what half precision cannot hold.
+    limit = ring_limit(piece.dtype)
+    beyond = not acc.leaves_nothing() if zero else limit is not None and bool((np.abs(values) > limit).any())
+    rest = flushed and beyond
     return Chosen(NOTHING.indices, values if piece.travel == "ride" else NOTHING.values, wanted, zero, finite, rest)

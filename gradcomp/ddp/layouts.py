@@ -42,12 +42,9 @@ class Layouts:
         self._feedback = feedback
         self._agenda = agenda
         network.look_again()
-        for name in network.trained if settings.momentum else ():
-            if network.shapes[name].dtype.itemsize < 4:
-                text = "it is added to the gradient, which has no room for it"
-                raise ValueError(
-                    f"momentum must be 0 where gradients are in half precision, as {name}'s in {network.shapes[name].dtype}: {text}"
-                )
+        for name, parameter in network.parameters().items():
+            if parameter.requires_grad:
+                self._check_momentum(name, network.shapes[name].dtype)
         parameters = [(name, rules[name], like.numel(), like.dtype) for name, like in network.shapes.items()]
         self.routing = Routing(parameters, values=settings.values, fallback=settings.fallback, world_size=exchange.world_size)
         self._layouts: dict[tuple[object, ...], tuple[Piece, ...]] = {}
@@ -64,6 +61,11 @@ class Layouts:
                 f"compression is configured but inactive: at world size {self._exchange.world_size} every parameter costs fewer "
                 "bytes dense; lower the density, or pass fallback='never' to insist"
             )
+
+    def _check_momentum(self, name: str, dtype: torch.dtype) -> None:
+        if self._settings.momentum and dtype != torch.float32:
+            text = "it is added to the gradient, and kept as fp32"
+            raise ValueError(f"momentum must be 0 where gradients are not fp32, and that of parameter {name} is {dtype}: {text}")
 
     def __len__(self) -> int:
         return len(self._layouts)
@@ -102,8 +104,9 @@ class Layouts:
                     f"parameter {name} has a sparse gradient and a residual of dense ones, which a sparse gradient cannot carry: flush(), "
                     "and go on for three steps, before its gradients become sparse"
                 )
+            self._check_momentum(name, buffer.dtype)  # it may have been frozen when the group was resolved
             if buffer.layout != torch.strided and self._settings.momentum:
-                raise GradcompError(f"momentum must be 0 where gradients are sparse tensors, as that of parameter {name} is")
+                raise ValueError(f"momentum must be 0 where gradients are sparse tensors, and that of parameter {name} is")
             # A gradient that is a sparse tensor already goes as in plain DDP.
             rule = Dense() if self._agenda.removed or buffer.layout != torch.strided else self._rules[name]
             shape, numel = tuple(like.shape), like.numel()
@@ -137,7 +140,8 @@ class Layouts:
             routed = [self._routed(piece, history, flush) for piece, history in zip(layout, capacities)]
             values, report = self._settings.values, self._settings.on_nonfinite == "raise" and not self._agenda.removed
             momentum = self._settings.momentum > 0
-            plan = Plan(without_needless_gather(routed, values), values, flush=flush, report=report, momentum=momentum)
+            pieces = routed if momentum else without_needless_gather(routed, values)
+            plan = Plan(pieces, values, flush=flush, report=report, momentum=momentum)
             # Routing makes parameters hold residuals: what holds is noted afterwards.
             cached = self._plans[names] = layout, (capacities, flush, self._held(names)), plan
         return cached[2]

@@ -44,7 +44,7 @@ class SparseState(Handle):
         warmup_density: the fraction kept at step 0 of a warm-up.
         momentum: of stochastic gradient descent, corrected for what is late: it is taken here, before the selection, on every
             parameter, and stops where a selection was sent (momentum factor masking). The optimizer then has momentum 0. For
-            fp32 and fp64 gradients, and one synchronised backward pass a step. Takes one more fp32 tensor a parameter.
+            fp32 gradients, and one synchronised backward pass a step. Takes one more fp32 tensor a parameter.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the losses. Rules and residuals are then in unscaled units, so that what
             is pending keeps its worth when the scale changes; gradients and payloads stay in scaled ones.
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
@@ -241,9 +241,9 @@ class SparseState(Handle):
         """Whether every step is verified."""
         return self._settings.check
 
-    def accumulate(self, piece: Piece, grad: torch.Tensor, unscale: float) -> Accumulation:
-        """Residual + gradient of a piece, in the residual's units, formed when it is read."""
-        acc = self._feedback.accumulate(piece.name, grad, unscale)
+    def accumulate(self, piece: Piece, grad: torch.Tensor, unscale: float, *, moving: bool) -> Accumulation:
+        """Residual + gradient of a piece, in the residual's units, formed when it is read; with its momentum where it is ``moving``."""
+        acc = self._feedback.accumulate(piece.name, grad, unscale, moving=moving)
         if self._analysis is not None:
             self._analysis.add(piece.name, Magnitudes.of(acc))
         return acc

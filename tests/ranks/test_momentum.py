@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from nets import Mixed, given_ddp, loss_of, mixed_ddp, reduced, register, tokens
+from nets import Given, Mixed, given_ddp, loss_of, mixed_ddp, reduced, register, tokens
 from ranks import run_ranks
 from reference import Ranks, threshold_indices, top_k_indices
 from torch.nn.parallel import DistributedDataParallel
@@ -281,15 +281,179 @@ def refused(rank):
     for momentum in (1.0, -0.1, float("nan"), "0.9"):
         with pytest.raises(ValueError, match="momentum"):
             gradcomp.SparseState(Mixed(), momentum=momentum)
-    with pytest.raises(ValueError, match=r"momentum must be 0 where gradients are in half precision, as .* torch\.bfloat16"):
-        register(DistributedDataParallel(Mixed().bfloat16()), momentum=0.9)
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match=rf"momentum must be 0 where gradients are not fp32, and that of parameter .* is {dtype}"):
+            register(DistributedDataParallel(Mixed().to(dtype)), momentum=0.9)
     lookup = torch.nn.Sequential(torch.nn.Embedding(10, 3, sparse=True), torch.nn.Linear(3, 2))
     model = DistributedDataParallel(lookup)
     register(model, momentum=0.9)
-    with pytest.raises(gradcomp.GradcompError, match=r"momentum must be 0 where gradients are sparse tensors, as .* 0\.weight is"):
+    with pytest.raises(ValueError, match=r"momentum must be 0 where gradients are sparse tensors, and that of parameter 0\.weight is"):
         model(torch.tensor([[1, 2]])).sum().backward()
+    half = Given(a=torch.zeros(40, 40, dtype=torch.bfloat16), b=torch.zeros(3))
+    half.a.requires_grad_(False)
+    state = gradcomp.SparseState(half, momentum=0.9)
+    state.state_dict()  # resolves the group
+    half.a.requires_grad_(True)  # ... and only then
+    model = DistributedDataParallel(half)
+    model.register_comm_hook(state, gradcomp.sparse_hook)
+    with pytest.raises(ValueError, match="not fp32, and that of parameter a"):
+        model({"a": torch.ones(40, 40), "b": torch.ones(3)}).backward()
     return True
 
 
 def test_what_momentum_is_not_for():
     assert run_ranks(1, refused) == [True]
+
+
+def draw(rank, step, shapes):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randint(-64, 65, shape, generator=generator) / 64.0 for name, shape in shapes.items()}
+
+
+SHAPES = {"a": (40, 40), "b": (200, 100), "c": (7,)}
+
+
+def conserving(rank, action, options, quiet):
+    """Totals of what was given (with its momentum), of what was applied, what is left, and when the hook was removed."""
+    overrides = {"b": gradcomp.Dense(), "c": gradcomp.Dense(), "*": gradcomp.TopK(0.1)}
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    model, handle = given_ddp(zeros, None, overrides=overrides, fallback="never", momentum=0.5, ddp=options)
+    given, applied = ({name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in range(2))
+    left, removed_at = [], None
+    for step in range(10):
+        if action and step == 3 and rank == 0:
+            getattr(handle, action)()
+        grads = draw(rank, step, SHAPES)
+        if quiet is not None and step >= quiet[1] and rank in quiet[0]:
+            grads["a"].zero_()
+            if step == 4:
+                grads["b"].zero_()
+        before = {name: handle.velocity(name) for name in SHAPES}
+        silent = {name for name in SHAPES if quiet is not None and quiet[0] == (0, 1) and not grads[name].any()}
+        for name, mean in reduced(model, grads).items():
+            applied[name] += mean.double()
+            if name not in silent:
+                given[name] += (grads[name] + 0.5 * before[name]).double()
+        left.append({name: handle.residual(name) for name in SHAPES})
+        if handle.state_dict()["removed"] and removed_at is None:
+            removed_at = step
+    return given, applied, left, removed_at
+
+
+@pytest.mark.parametrize("quiet", [None, ((1,), 2), ((0, 1), 0), ((0, 1), 2)])  # the ranks that have no gradient of "a", and from when on
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.02}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("action", ["", "flush", "remove"])
+def test_nothing_is_lost_and_removal_ends(action, options, quiet):
+    results = run_ranks(2, conserving, action, options, quiet)
+    for name in SHAPES:
+        given = sum(given[name] for given, _, _, _ in results) / 2
+        left = sum(left[-1][name].double() for _, _, left, _ in results) / 2
+        torch.testing.assert_close(results[0][1][name] + left, given, rtol=1e-6, atol=1e-6)
+    for _, applied, left, removed_at in results:
+        assert all(torch.equal(applied[name], results[0][1][name]) for name in SHAPES), "replicas differ"
+        assert bool(left[2]["a"].any()) == (quiet != ((0, 1), 0)), "there is something to flush"
+        stays = quiet == ((0, 1), 2)  # DDP may throw away what nobody has a gradient of
+        if action:
+            assert bool(left[5]["a"].any()) == stays, "flushed two steps later"
+        if not action or stays:
+            assert bool(left[-1]["a"].any()) == (quiet != ((0, 1), 0))
+        if action == "remove":
+            assert not left[-1]["a"].any() or stays
+        assert (removed_at is not None) == (action == "remove" and not stays)
+
+
+def disturbed_modes(rank, options, complex_too):
+    """Sparse rules in DDP's other modes, checked in every step: complex parameters, accumulation, an error that is raised."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40, bias=False))
+    if complex_too:
+        net.register_parameter("wave", torch.nn.Parameter(torch.ones(30, 30, dtype=torch.complex64)))
+        net.register_forward_hook(lambda module, _, out: out + (module.wave.abs() ** 2).mean())
+    model = DistributedDataParallel(net, bucket_cap_mb=0.004, **options)
+    handle = register(model, gradcomp.TopK(0.1), momentum=0.9, fallback="never", on_nonfinite="raise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    raised = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        data = torch.randn(5, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+        if step == 5:
+            before = {name: handle.velocity(name) for name, _ in net.named_parameters()}
+            with pytest.raises(RuntimeError, match="NonFiniteError"):
+                model(data * (float("inf") if rank else 1.0)).pow(2).sum().backward()
+            assert all(torch.equal(old, handle.velocity(name)) for name, old in before.items())
+            raised += 1
+            continue
+        if step % 3 == 1:
+            with model.no_sync():
+                model(data.flip(0)).pow(2).sum().backward()
+        model(data).pow(2).sum().backward()
+        optimizer.step()
+    state = handle.state_dict()
+    handle.load_state_dict(state)  # of a hook that has run: on all ranks together
+    model(data).sum().backward()
+    return [p.detach() for p in net.parameters()], raised, len(state["velocity"])
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_in_ddps_other_modes(options):
+    complex_too = not options
+    (first, *others), (second, *_) = run_ranks(2, disturbed_modes, options, complex_too)
+    assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(first, second)), "replicas differ"
+    assert others == [1, 4 if complex_too else 3]
+
+
+def frozen(rank):
+    model, handle = given_ddp(
+        {"a": torch.zeros(40, 40), "b": torch.zeros(40, 40)}, gradcomp.TopK(0.1), momentum=0.9, fallback="never",
+        ddp={"gradient_as_bucket_view": True, "find_unused_parameters": True},
+    )  # fmt: skip
+    for step in range(20):
+        grads = draw(rank, step, {"a": (40, 40), "b": (40, 40)})
+        if step == 3:
+            model.module.b.requires_grad_(False)  # and what lies in its bucket stays there
+            held = handle.velocity("b")
+        model.module.a.grad = None
+        model(grads).backward()
+    assert torch.equal(handle.velocity("b"), held)
+    return float(model.module.b.grad.abs().max()), bool(model.module.a.grad.isfinite().all())
+
+
+def test_what_is_frozen_gets_no_momentum():
+    for largest, finite in run_ranks(2, frozen):
+        assert largest < 100
+        assert finite
+
+
+def old_state(rank, state):
+    handle = register(mixed_ddp(), gradcomp.TopK(0.05))
+    del state["velocity"]
+    handle.load_state_dict(state)
+    return handle.state_dict()["step"]
+
+
+def test_a_state_from_before_there_was_momentum():
+    [state] = run_ranks(1, state_of)
+    state["velocity"] = {}
+    assert run_ranks(1, old_state, state) == [2]
+
+
+def wrong_momentum(rank):
+    """A hook that takes more momentum than it should."""
+    model = mixed_ddp()
+    handle = register(model, gradcomp.TopK(0.05), momentum=0.5)
+    own = handle._feedback.accumulate
+
+    def more(name, grad, unscale=1.0, **options):
+        acc = own(name, grad, unscale, **options)
+        velocity = handle._feedback.velocity(name)
+        return acc if velocity is None else own(name, grad.add_(0.1 * velocity), unscale, moving=False)
+
+    handle._feedback.accumulate = more
+    go_on(model, range(1), rank)
+    with pytest.raises(RuntimeError, match=r"the momentum of .* is wrong"):
+        go_on(model, range(1, 3), rank)
+    return True
+
+
+def test_check_sees_wrong_momentum():
+    assert run_ranks(1, wrong_momentum) == [True]
