@@ -38,8 +38,8 @@ class DelayAwareAdamW(torch.optim.AdamW):
     different coordinates it is less than the age of what one of them sends.
 
     Limits: the cap bounds what one burst can do, ``max_delay`` ordinary updates; without one, rare bursts at small densities diverge. The
-    average over t steps has a smaller second moment than t noisy gradients have: at very small densities a smaller ``lr``, or a larger
-    density, is better.
+    average over t steps has a smaller second moment than t noisy gradients have, so that it goes further than AdamW where gradients are
+    noise, and is unstable at a smaller ``lr``: take less than for dense training, less still at small densities (the README has numbers).
 
     Args:
         params: parameters, or groups of them. A group may set ``delayed`` and ``max_delay``, once and for all.

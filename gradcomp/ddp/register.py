@@ -30,7 +30,8 @@ def register(
 
     Args:
         ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU.
-        rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
+        rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None. Under Adam that trains
+            worse than dense gradients: take :class:`gradcomp.optim.DelayAwareAdamW`, and ``TopK(0.1)`` with ``values="sign"``.
         overrides, values, warmup_steps, warmup_density, momentum, grad_scaler, on_nonfinite, fallback, check: as for
             :class:`gradcomp.SparseState`.
 
