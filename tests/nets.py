@@ -69,3 +69,31 @@ def reduced(model, grads):
     model.zero_grad()
     model(grads).backward()
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.module.named_parameters()}
+
+
+def recorded(rank, steps, rule, values, optimizers, **options):
+    """Train :class:`Mixed` under one rule for all parameters; model, handle, and of every step the local and the reduced gradients,
+    residuals and velocities, by name. ``optimizers`` is its momentum; the hook's is one of ``options``."""
+    torch.manual_seed(0)
+    probe = Mixed()  # never wrapped: its backward passes give the local gradients
+    model = mixed_ddp()
+    handle = register(model, overrides={"*": rule}, values=values, fallback="never", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=optimizers)
+    names = [name for name, _ in probe.named_parameters()]
+    history = []
+    for step in range(steps):
+        probe.load_state_dict(model.module.state_dict())
+        probe.zero_grad()
+        loss_of(probe, tokens(rank, step)).backward()
+        optimizer.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+        history.append(
+            {
+                "local": {name: p.grad.clone() for name, p in probe.named_parameters()},
+                "reduced": {name: p.grad.clone() for name, p in model.module.named_parameters()},
+                "residual": {name: handle.residual(name) for name in names},
+                "velocity": {name: handle.velocity(name) for name in names},
+            }
+        )
+    return model, handle, history

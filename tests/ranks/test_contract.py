@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import Mixed, loss_of, mixed_ddp, register, tokens
+from nets import loss_of, mixed_ddp, recorded, register, tokens
 from ranks import run_ranks
 from reference import Ranks, threshold_indices, top_k_indices
 
@@ -25,29 +25,9 @@ ORACLES = {
 CASES = [(rule, values, world_size) for world_size in (1, 2, 4) for values in ("fp32", "bf16", "fp16", "int8", "sign") for rule in RULES]
 
 
-def train(rank, rule, values, world_size, steps):
-    """Train while recording local gradients, reduced gradients and residuals of every step."""
-    torch.manual_seed(0)
-    probe = Mixed()  # never wrapped: its backward passes give the local gradients
-    model = mixed_ddp()
-    handle = register(model, overrides={"*": RULES[rule]}, values=values, fallback="never")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    names = [name for name, _ in probe.named_parameters()]
-    history = []
-    for step in range(steps):
-        probe.load_state_dict(model.module.state_dict())
-        probe.zero_grad()
-        loss_of(probe, tokens(rank, step)).backward()
-        optimizer.zero_grad()
-        loss_of(model, tokens(rank, step)).backward()
-        optimizer.step()
-        history.append(
-            {
-                "local": {name: p.grad.clone() for name, p in probe.named_parameters()},
-                "reduced": {name: p.grad.clone() for name, p in model.module.named_parameters()},
-                "residual": {name: handle.residual(name) for name in names},
-            }
-        )
+def train(rank, rule, values, steps):
+    """What :func:`nets.recorded` records, the weights at the end, and the traffic."""
+    model, handle, history = recorded(rank, steps, RULES[rule], values, optimizers=0.9)
     weights = {name: p.detach().clone() for name, p in model.module.named_parameters()}
     return history, weights, handle.traffic
 
@@ -55,7 +35,7 @@ def train(rank, rule, values, world_size, steps):
 @pytest.mark.parametrize(("rule", "values", "world_size"), CASES)
 def test_against_the_oracle_bit_for_bit(rule, values, world_size):
     steps = 5
-    results = run_ranks(world_size, train, rule, values, world_size, steps)
+    results = run_ranks(world_size, train, rule, values, steps)
     shapes = {name: grad.shape for name, grad in results[0][0][0]["local"].items()}
     oracle = Ranks(shapes, ORACLES[rule], values, world_size, sized=rule != "topk")
     for step in range(steps):

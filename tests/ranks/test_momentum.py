@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from nets import Given, Mixed, given_ddp, loss_of, mixed_ddp, reduced, register, tokens
+from nets import Given, Mixed, given_ddp, loss_of, mixed_ddp, recorded, reduced, register, tokens
 from ranks import run_ranks
 from reference import Ranks, threshold_indices, top_k_indices
 from torch.nn.parallel import DistributedDataParallel
@@ -17,24 +17,7 @@ TAU = 0.01
 
 
 def train(rank, rule, values, steps):
-    """Train while recording local gradients, reduced gradients, residuals and velocities of every step."""
-    torch.manual_seed(0)
-    probe, model = Mixed(), mixed_ddp()
-    handle = register(model, overrides={"*": rule}, values=values, fallback="never", momentum=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = [name for name, _ in probe.named_parameters()]
-    history = []
-    for step in range(steps):
-        probe.load_state_dict(model.module.state_dict())
-        probe.zero_grad()
-        loss_of(probe, tokens(rank, step)).backward()
-        optimizer.zero_grad()
-        loss_of(model, tokens(rank, step)).backward()
-        optimizer.step()
-        local = {name: p.grad.clone() for name, p in probe.named_parameters()}
-        mean = {name: p.grad.clone() for name, p in model.module.named_parameters()}
-        history.append((local, mean, {name: handle.residual(name) for name in names}, {name: handle.velocity(name) for name in names}))
-    return history
+    return recorded(rank, steps, rule, values, optimizers=0.0, momentum=0.5)[2]
 
 
 @pytest.mark.parametrize(
@@ -44,20 +27,19 @@ def train(rank, rule, values, steps):
 def test_against_the_oracle_bit_for_bit(rule, values, world_size):
     chosen = gradcomp.TopK(0.05) if rule == "topk" else gradcomp.Threshold(TAU)
     histories = run_ranks(world_size, train, chosen, values, 5)
-    shapes = {name: grad.shape for name, grad in histories[0][0][0].items()}
+    shapes = {name: grad.shape for name, grad in histories[0][0]["local"].items()}
 
     def choose(name, acc):
         return top_k_indices(acc, gradcomp.TopK(0.05).count(acc.numel())) if rule == "topk" else threshold_indices(acc, TAU)
 
     oracle = Ranks(shapes, choose, values, world_size, sized=rule == "threshold", momentum=0.5)
     for step in range(5):
-        expected = oracle.step([history[step][0] for history in histories])
+        expected = oracle.step([history[step]["local"] for history in histories])
         for rank, history in enumerate(histories):
-            _, mean, residuals, velocities = history[step]
             for name in shapes:
-                assert torch.equal(mean[name], expected[name]), (step, rank, name)
-                assert torch.equal(residuals[name], oracle.residual[rank][name]), (step, rank, name)
-                assert torch.equal(velocities[name], oracle.velocity[rank][name]), (step, rank, name)
+                assert torch.equal(history[step]["reduced"][name], expected[name]), (step, rank, name)
+                assert torch.equal(history[step]["residual"][name], oracle.residual[rank][name]), (step, rank, name)
+                assert torch.equal(history[step]["velocity"][name], oracle.velocity[rank][name]), (step, rank, name)
 
 
 def beside_sgd(rank, rule, options, action):
