@@ -1,6 +1,6 @@
 """Train a small transformer language model on real text, data-parallel, with a gradient compressor of your choice.
 
-    torchrun --standalone --nproc_per_node 2 scripts/train.py --rule topk --density 0.01 --steps 200
+    torchrun --standalone --nproc_per_node 2 scripts/train.py --rule topk --density 0.1 --values sign --optimizer delayed-adamw
 
 The text is the documentation that ships inside CPython, so nothing is downloaded; ``--data FILE_OR_FOLDER`` trains on your own. The
 last line of standard output is one JSON record: configuration, versions, losses, seconds a step and all traffic fields. With
@@ -57,7 +57,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--context", type=int, default=64, help="bytes a sequence (64)")
     add("--d-model", type=int, default=96, help="width of the model, a multiple of 32 (96)")
     add("--layers", type=int, default=2, help="depth of the model (2)")
-    add("--optimizer", default="adamw", choices=["adamw", "delayed-adamw", "sgd"], help="delayed-adamw: DelayAwareAdamW (adamw)")
+    add(
+        "--optimizer",
+        default="adamw",
+        choices=["adamw", "delayed-adamw", "sgd"],
+        help="delayed-adamw: DelayAwareAdamW, for sparse gradients, under which adamw loses (adamw)",
+    )
     add("--lr", type=float, help="peak learning rate; 0.006, for sgd 0.3, if not given")
     add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping (1)")
     add("--seed", type=int, default=0, help="of weights and data (0)")

@@ -56,7 +56,8 @@ def test_corrected_momentum_is_the_hooks_and_not_the_optimizers():
         assert bool(workers.handles[0].velocity("weight").any()) == bool(momentum)
 
 
-def test_the_layer_table():
+def test_the_layer_table(monkeypatch):
+    monkeypatch.setitem(bench_layers.LAYERS["convolution"], "task", "cnn-digits")  # whose data needs less installed
     job = {"layers": "convolution", "threshold": 1e-3, "values": "bf16", "steps": 3, "seed": 1}
     sparse, all_of_it, dense = (bench_layers.run(job | {"threshold": threshold}) for threshold in (1e-3, 1e-12, None))
     assert 0 < sparse["density"] < 1
