@@ -60,8 +60,8 @@ def test_the_layer_table(monkeypatch):
     monkeypatch.setitem(bench_layers.LAYERS["convolution"], "task", "cnn-digits")  # whose data needs less installed
     job = {"layers": "convolution", "threshold": 1e-3, "values": "bf16", "steps": 3, "seed": 1}
     sparse, all_of_it, dense = (bench_layers.run(job | {"threshold": threshold}) for threshold in (1e-3, 1e-12, None))
-    assert 0 < sparse["density"] < 1
-    assert all_of_it["density"] > 0.9
+    assert 0 < sparse["density"] < 0.5
+    assert all_of_it["density"] > 0.7  # some gradients are zero by themselves
     assert 0.4 < all_of_it["saved"] < 0.5 < sparse["saved"] < 1  # bf16 values, and a bit an element for where they are
     assert (dense["density"], dense["saved"]) == (1.0, 0.0)
     assert bench_layers.run(job)["density"] == sparse["density"], "a seed decides"
