@@ -51,8 +51,8 @@ MOMENTUM = 0.9
 PROBE = 40
 """Steps after which a method's bits are known, those of a warm-up over the first tenth included."""
 METHODS = [
-    "adamw:dense", "adamw:powersgd-1", "adamw:powersgd-4", "adamw:powersgd-16", "adamw:topk-0.1-sign", "delayed:topk-0.13-sign",
-    "delayed:topk-0.07-sign", "delayed:topk-0.03-sign",
+    "adamw:dense", "adamw:powersgd-1", "adamw:powersgd-4", "adamw:powersgd-16", "adamw:topk-0.1-sign", "delayed:topk-0.13-bf16",
+    "delayed:topk-0.13-sign", "delayed:topk-0.07-sign", "delayed:topk-0.03-sign",
 ]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def optimizer_of(kind: str, net: torch.nn.Module, rate: float, max_delay: int) -
     whole = [p for p in net.parameters() if p.dim() < 2 or p.numel() < 1024]
     late = [p for p in net.parameters() if not (p.dim() < 2 or p.numel() < 1024)]
     groups = [{"params": late}, {"params": whole, "delayed": False}]
-    return DelayAwareAdamW(groups, lr=rate, betas=(0.9, 0.95), max_delay=max_delay)
+    return DelayAwareAdamW(groups, lr=rate, max_delay=max_delay)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -315,7 +315,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     elif args.optimizer == "delayed-adamw":
         late, prompt = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() < 2]
         groups = [{"params": late}, {"params": prompt, "delayed": False}]  # norms are sent whole
-        optimizer = DelayAwareAdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+        optimizer = DelayAwareAdamW(groups, lr=args.lr)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     warmup = max(10, args.steps // 10)

@@ -120,19 +120,26 @@ class Ranks:
         return min(numel, max(64, 64 * math.ceil(1.25 * wanted / 64)))
 
 
-def delay_aware_adamw(start, gradients, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, max_delay=8):
-    """One coordinate under delay-aware AdamW, in Python floats: every arrival is t gradients of size gradient / t."""
-    parameter, average, square, age, last = start, 0.0, 0.0, 0, -1
-    for step, gradient in enumerate(gradients):
-        parameter *= 1 - lr * weight_decay
-        if gradient == 0:
-            continue
-        t = min(step - last, max_delay)
-        last = step
-        for _ in range(t):  # t equal gradients, one after the other
-            average = betas[0] * average + (1 - betas[0]) * gradient / t
-            square = betas[1] * square + (1 - betas[1]) * (gradient / t) ** 2
-            age += 1
-        update = (average / (1 - betas[0] ** age)) / ((square / (1 - betas[1] ** age)) ** 0.5 + eps)
-        parameter -= lr * t * update
+def delay_aware_adamw(
+    starts, steps, *, lr, betas=(0.8, 0.95), eps=1e-8, weight_decay=1e-2, max_delay=8, clip_threshold=1.0
+):  # fmt: skip
+    """The coordinates of one parameter under delay-aware AdamW, in Python floats: every arrival is t gradients of size gradient / t."""
+    parameter, last = list(starts), [-1] * len(starts)
+    average, square, age = ([0.0] * len(starts) for _ in range(3))
+    for step, gradients in enumerate(steps):
+        update = [0.0] * len(starts)
+        for i, gradient in enumerate(gradients):
+            parameter[i] *= 1 - lr * weight_decay
+            if gradient == 0:
+                continue
+            t = min(step - last[i], max_delay)
+            last[i] = step
+            for _ in range(t):  # t equal gradients, one after the other
+                average[i] = betas[0] * average[i] + (1 - betas[0]) * gradient / t
+                square[i] = betas[1] * square[i] + (1 - betas[1]) * (gradient / t) ** 2
+                age[i] += 1
+            update[i] = t * (average[i] / (1 - betas[0] ** age[i])) / ((square[i] / (1 - betas[1] ** age[i])) ** 0.5 + eps)
+        length = (sum(u * u for u in update) / len(update)) ** 0.5
+        scale = 1.0 if clip_threshold is None or length <= clip_threshold else clip_threshold / length
+        parameter = [p - lr * scale * u for p, u in zip(parameter, update)]
     return parameter

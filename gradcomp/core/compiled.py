@@ -208,15 +208,16 @@ def read_bits(data: Any, low: int, count: int, numel: int, indices: Any) -> int:
 def move(parameter: Any, gradient: Any, average: Any, square: Any, age: Any, delay: Any, settings: Any) -> None:
     """A step of :class:`gradcomp.optim.DelayAwareAdamW` on one fp32 parameter, flat; all but ``gradient`` are mutated.
 
-    ``settings``: lr, beta1, beta2, eps, weight decay, largest delay, and -1 to maximize or 1.
+    ``settings``: lr, beta1, beta2, eps, weight decay, largest delay, clip threshold (inf for none), and -1 to maximize or 1.
     """
-    lr, beta1, beta2, eps, weight_decay, cap, sign = settings
+    lr, beta1, beta2, eps, weight_decay, cap, threshold, sign = settings
     kept = np.float32(1 - lr * weight_decay)
     most = np.uint8(cap)
     late = np.arange(int(cap) + 1)
     missing1, missing2 = 1 - beta1**late, 1 - beta2**late
+    updates = np.empty(parameter.size, np.float32)  # of those that arrived, one after the other
+    arrived, total = 0, 0.0
     for i in range(parameter.size):
-        parameter[i] *= kept
         t = min(delay[i] + np.uint8(1), most)
         delay[i] = t
         if gradient[i] != 0:
@@ -225,8 +226,19 @@ def move(parameter: Any, gradient: Any, average: Any, square: Any, age: Any, del
             square[i] += missing2[t] * (mean * mean - square[i])
             age[i] += t
             root = np.sqrt(square[i] / (1 - beta2 ** age[i])) + eps
-            parameter[i] -= lr * t * average[i] / (1 - beta1 ** age[i]) / root
+            update = t * average[i] / (1 - beta1 ** age[i]) / root
+            updates[arrived] = update
+            arrived += 1
+            total += update * update
             delay[i] = 0
+    if total > threshold * threshold * parameter.size:
+        lr *= threshold / np.sqrt(total / parameter.size)
+    arrived = 0
+    for i in range(parameter.size):
+        parameter[i] *= kept
+        if delay[i] == 0:
+            parameter[i] -= lr * updates[arrived]
+            arrived += 1
 
 
 class Kernels(NamedTuple):

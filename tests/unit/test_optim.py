@@ -27,15 +27,17 @@ def run(optimizer, parameters, steps):
         optimizer.step()
 
 
-@given(st.floats(0, 1), st.integers(1, 12), st.integers(0, 99), st.sampled_from([0.0, 0.1]), st.sampled_from([(0.9, 0.999), (0.0, 0.5)]))
-def test_every_coordinate_against_the_oracle(density, max_delay, seed, weight_decay, betas):
+@given(
+    st.floats(0, 1), st.integers(1, 12), st.integers(0, 99), st.sampled_from([0.0, 0.1]), st.sampled_from([(0.9, 0.999), (0.0, 0.5)]),
+    st.sampled_from([None, 1.0, 0.3, 2]),
+)  # fmt: skip
+def test_every_coordinate_against_the_oracle(density, max_delay, seed, weight_decay, betas, clip_threshold):
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
     start = parameter.detach().flatten().tolist()
-    settings = {"lr": 0.01, "betas": betas, "weight_decay": weight_decay, "max_delay": max_delay}
+    settings = {"lr": 0.01, "betas": betas, "weight_decay": weight_decay, "max_delay": max_delay, "clip_threshold": clip_threshold}
     steps = sparse_gradients(15, (3, 4), density, seed)
     run(DelayAwareAdamW([parameter], **settings), [parameter], [[gradient] for gradient in steps])
-    columns = torch.stack(steps).flatten(1).T.tolist()
-    expected = torch.tensor([delay_aware_adamw(value, column, **settings) for value, column in zip(start, columns)])
+    expected = torch.tensor(delay_aware_adamw(start, torch.stack(steps).flatten(1).tolist(), **settings))
     torch.testing.assert_close(parameter.detach().flatten(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -43,8 +45,9 @@ def test_every_coordinate_against_the_oracle(density, max_delay, seed, weight_de
 def test_not_delayed_is_adamw_bit_for_bit(options):
     ours, torchs = [[torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (30, 7)] for _ in range(2)]
     steps = [sparse_gradients(1, 30, 0.5, seed) + [torch.randn(7, generator=torch.Generator().manual_seed(seed))] for seed in range(9)]
-    run(DelayAwareAdamW(ours, lr=0.01, delayed=False, **options), ours, steps)
-    run(torch.optim.AdamW(torchs, lr=0.01, **options), torchs, steps)
+    options = {"lr": 0.01, "betas": (0.9, 0.999)} | options
+    run(DelayAwareAdamW(ours, delayed=False, **options), ours, steps)
+    run(torch.optim.AdamW(torchs, **options), torchs, steps)
     assert all(torch.equal(a, b) for a, b in zip(ours, torchs))
 
 
@@ -52,8 +55,9 @@ def test_not_delayed_is_adamw_bit_for_bit(options):
 def test_without_delays_it_is_adamw_to_rounding(options):
     ours, torchs = [[torch.nn.Parameter(torch.linspace(-1, 1, 30))] for _ in range(2)]
     steps = [sparse_gradients(1, 30, 1.0, seed) for seed in range(50)]
-    run(DelayAwareAdamW(ours, lr=0.01, **options), ours, steps)
-    run(torch.optim.AdamW(torchs, lr=0.01, **options), torchs, steps)
+    options = {"lr": 0.01, "betas": (0.9, 0.999)} | options
+    run(DelayAwareAdamW(ours, **options), ours, steps)
+    run(torch.optim.AdamW(torchs, **options), torchs, steps)
     torch.testing.assert_close(ours[0], torchs[0], rtol=1e-5, atol=1e-6)
 
 
@@ -63,16 +67,39 @@ def test_a_steady_burst_goes_as_far_as_what_it_is_made_of():
     whole = [[torch.ones(1)]] * 40
     bursts = [[torch.full((1,), 4.0 if step % 4 == 3 else 0.0)] for step in range(40)]
     run(DelayAwareAdamW([prompt], lr=0.01, weight_decay=0.0), [prompt], whole)
-    run(DelayAwareAdamW([late], lr=0.01, weight_decay=0.0), [late], bursts)
+    run(DelayAwareAdamW([late], lr=0.01, weight_decay=0.0, clip_threshold=None), [late], bursts)
     run(torch.optim.AdamW([adam], lr=0.01, weight_decay=0.0), [adam], bursts)
     assert float(late.detach()) == pytest.approx(float(prompt.detach()), rel=1e-3)
     assert float(adam.detach()) > 0.8 * float(prompt.detach())  # towards -0.4: plain Adam falls short
 
 
+@pytest.mark.parametrize("clip_threshold", [1.0, 0.25, None])
+def test_first_arrivals_of_many_coordinates_move_a_parameter_no_further_than_the_threshold(clip_threshold):
+    parameter = torch.nn.Parameter(torch.zeros(800))
+    optimizer = DelayAwareAdamW([parameter], lr=0.5, weight_decay=0.0, clip_threshold=clip_threshold)
+    arriving = torch.arange(800).view(8, 100)
+    moved = []
+    for step in range(8):  # an eighth of the coordinates a step, each with all that it has collected
+        gradient = torch.zeros(800)
+        gradient[arriving[step]] = float(step + 1)
+        before = parameter.detach().clone()
+        run(optimizer, [parameter], [[gradient]])
+        moved.append(float((parameter.detach() - before).square().mean().sqrt() / 0.5))
+    alone = [(step + 1) / 8**0.5 for step in range(8)]  # t = step + 1 steps of length 1, an eighth of the coordinates
+    assert moved == pytest.approx([length if clip_threshold is None else min(length, clip_threshold) for length in alone], rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_spoils_no_other_coordinate(bad):
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    run(DelayAwareAdamW([parameter], lr=0.1), [parameter], [[torch.tensor([1.0, bad, 0.0, -1.0, 1.0])]])
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.1, float("nan"), 0.0, 0.1, -0.1]), equal_nan=True)
+
+
 def test_groups_of_both_kinds():
     weight, bias = torch.nn.Parameter(torch.ones(40, 3)), torch.nn.Parameter(torch.ones(5))
     alone = torch.nn.Parameter(torch.ones(5))
-    optimizer = DelayAwareAdamW([{"params": [weight]}, {"params": [bias], "delayed": False}], lr=0.1)
+    optimizer = DelayAwareAdamW([{"params": [weight]}, {"params": [bias], "delayed": False}], lr=0.1, betas=(0.9, 0.999))
     steps = [[late, torch.full((5,), 0.1 * step)] for step, late in enumerate(sparse_gradients(6, (40, 3), 0.3))]
     run(optimizer, [weight, bias], steps)
     run(torch.optim.AdamW([alone], lr=0.1), [alone], [[gradient] for _, gradient in steps])
@@ -121,9 +148,12 @@ def test_it_goes_on_from_what_adamw_saved():
 
 def test_settings_that_adamw_did_not_save_stay_as_they_were():
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = DelayAwareAdamW([{"params": parameters[:1], "max_delay": 3}, {"params": parameters[1:], "delayed": False}])
+    optimizer = DelayAwareAdamW(
+        [{"params": parameters[:1], "max_delay": 3, "clip_threshold": 0.7}, {"params": parameters[1:], "delayed": False}]
+    )
     optimizer.load_state_dict(torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.5).state_dict())
-    assert [(group["delayed"], group["max_delay"], group["lr"]) for group in optimizer.param_groups] == [(True, 3, 0.5), (False, 8, 0.5)]
+    found = [tuple(group[name] for name in ("delayed", "max_delay", "clip_threshold", "lr")) for group in optimizer.param_groups]
+    assert found == [(True, 3, 0.7, 0.5), (False, 8, 1.0, 0.5)]
 
 
 def test_hooks_run_once_where_torch_has_wrapped_its_own_step_before():
@@ -206,7 +236,13 @@ def test_closures_schedulers_and_later_groups():
     assert optimizer.param_groups[1]["delayed"] is True
 
 
-@pytest.mark.parametrize(("field", "value"), [("max_delay", 0), ("max_delay", 255), ("max_delay", 1.5), ("max_delay", "8"), ("delayed", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_delay", 0), ("max_delay", 255), ("max_delay", 1.5), ("max_delay", "8"), ("delayed", 1), ("clip_threshold", 0),
+        ("clip_threshold", -1.0), ("clip_threshold", float("nan")), ("clip_threshold", "1"),
+    ],
+)  # fmt: skip
 def test_bad_settings_are_named(field, value):
     parameter = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=f"{field} must be .*got {value!r}"):
