@@ -14,8 +14,8 @@ first tenth. The rate warms up for 5% of the steps and falls as a cosine to a tw
 Bits are those that one worker hands to collectives, an element and step, everything counted; "sent" those that it puts on the wire at this
 number of workers: W - 1 times as many for a gather, 2(W - 1)/W times for a ring. Seed 0 tries every rate and is not reported; the best one
 is run with the others, and marked * where it is at the edge of the grid. ``--clip`` limits the norm of the gradient that the optimizer
-gets, in which ``dgc`` has the momentum: compare it with ``sgd`` at ``--clip 0``. Runs are kept in ``--out`` and not repeated; the last line
-is a JSON record.
+gets, in which ``dgc`` has the momentum: compare it with ``sgd`` at ``--clip 0``. Runs are kept in ``--out`` and not repeated by the same
+code; the last line is a JSON record.
 """
 
 import argparse
@@ -28,6 +28,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import hooks
+import simulator
 import tasks
 import torch
 from hooks import DenseMean, Fp16Mean, PowerSGD, Sparse
@@ -104,6 +106,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {**job, "result": task.judge(net), "bits": workers.bits, "sent_bits": workers.sent_bits, "seconds": time.perf_counter() - start}
 
 
+def code() -> str:
+    """What a result depends on beside a job's settings: versions, and a checksum of gradcomp's own code and the studies'."""
+    files = sorted(Path(gradcomp.__file__).parent.rglob("*.py")) + [
+        Path(module.__file__) for module in (tasks, tasks.train, hooks, simulator)
+    ]
+    checksum = 0
+    for file in files:
+        checksum = zlib.crc32(file.read_bytes(), checksum)
+    return f"gradcomp {gradcomp.__version__}, torch {torch.__version__}, {checksum:08x}"
+
+
 class Runs:
     """Finished runs, kept in a file of JSON lines; the rest is run on all cores."""
 
@@ -116,13 +129,9 @@ class Runs:
 
     @staticmethod
     def key(job: dict[str, Any]) -> str:
-        """What tells runs apart: settings, versions, and the networks' and tasks' own code."""
-        versions = [
-            gradcomp.__version__,
-            torch.__version__,
-            *(zlib.crc32(Path(module.__file__).read_bytes()) for module in (tasks, tasks.train)),
-        ]
-        return json.dumps(versions + [job[field] for field in ("task", "method", "steps", "rate", "seed", "workers", "max_delay", "clip")])
+        """What tells runs apart: the settings, and the code that they were run with."""
+        fields = ("code", "task", "method", "steps", "rate", "seed", "workers", "max_delay", "clip")
+        return json.dumps([job.get(field) for field in fields])
 
     def get(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The results of all jobs."""
@@ -140,9 +149,11 @@ class Runs:
 def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
     """A row a method: result of every seed at its best rate, and bits."""
     runs = Runs(args.out / "runs.jsonl", args.processes)
+    now = code()
 
     def job(method: str, rate: float, seed: int) -> dict[str, Any]:
         fixed = {"task": args.task, "steps": steps[method], "workers": args.workers, "max_delay": args.max_delay, "clip": args.clip}
+        fixed["code"] = now
         return fixed | {"method": method, "rate": rate, "seed": seed}
 
     rates = {method: args.rates or RATES[method.split(":")[0], metric] for method in args.methods}

@@ -103,6 +103,11 @@ def test_a_study_keeps_its_runs_and_ends_in_a_record(tmp_path, capsys, monkeypat
     assert (tmp_path / "cnn-digits-5.png").stat().st_size > 5_000
     bench_accuracy.main(arguments)
     assert len(ran) == 8  # they were kept
+    with monkeypatch.context() as changed:
+        changed.setattr(bench_accuracy, "code", lambda: "other")
+        bench_accuracy.main([*arguments, "--rates", "0.001"])
+    assert len(ran) == 8 + 6  # but not for other code
+    del ran[8:]
     capsys.readouterr()
     bench_accuracy.main([*arguments, "--total-bits", "3.5"])  # every run here takes one bit a step
     assert [job["steps"] for job in ran[8:]] == [bench_accuracy.PROBE] * 2 + [3] * 8
