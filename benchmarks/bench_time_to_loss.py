@@ -38,10 +38,10 @@ ADAMW, LATE = (0.006, 0.010), (0.003, 0.006)
 HOOKS: dict[str, dict[str, Any]] = {
     "plain": {"hook": "none", "lr": ADAMW},
     "fp16": {"hook": "fp16", "lr": ADAMW},
-    "powersgd-4": {"hook": "powersgd", "powersgd-rank": 4, "lr": ADAMW},
+    "powersgd-16": {"hook": "powersgd", "powersgd-rank": 16, "lr": ADAMW},
     "topk-0.01-bf16": {"rule": "topk", "density": 0.01, "values": "bf16", "lr": ADAMW},
     "topk-0.1-sign-delayed": {"rule": "topk", "density": 0.1, "values": "sign", "optimizer": "delayed-adamw", "lr": LATE},
-    "threshold-delayed": {"rule": "threshold", "threshold": 2e-3, "optimizer": "delayed-adamw", "lr": LATE},
+    "topk-0.03-sign-delayed": {"rule": "topk", "density": 0.03, "values": "sign", "optimizer": "delayed-adamw", "lr": LATE},
 }
 """By name, arguments of ``scripts/train.py``; of ``lr`` all that are tried."""
 

@@ -32,10 +32,9 @@ class DelayAwareAdamW(torch.optim.AdamW):
     * a parameter's update whose root mean square (over all its coordinates, in units of ``lr``) is more than ``clip_threshold`` is scaled
       down to that.
 
-    The last is for the first steps. AdamW's own update has a root mean square of 1 in the first step, while each coordinate has seen one
-    gradient and moves by its sign, and of a fifth of that before long. Here first arrivals come over many steps, each t times as long, and
-    would take the whole parameter twice as far as AdamW would at the same ``lr``, step after step, by noise: trainings that do not recover
-    from their beginning were the price.
+    The last is for the first steps above all. AdamW's update has a root mean square of 1 in its first step, in which every coordinate has
+    seen one gradient and moves by its sign, and of a fifth of that before long. Here first arrivals come over many steps, each t times as
+    long: whole parameters moved at a root mean square of 2 for dozens of steps, and of some trainings that was the end.
 
     A coordinate that arrives in every step is updated as AdamW does it (to rounding, and unless clipped). A coordinate is taken to have
     arrived when its gradient is not exactly zero; gradients that are zero by themselves (unused embedding rows, say) rest likewise, where
@@ -47,7 +46,8 @@ class DelayAwareAdamW(torch.optim.AdamW):
     Limits: ``max_delay`` bounds what one burst can do to a coordinate, and without such a bound rare bursts at small densities diverge; a
     parameter of few coordinates, which arrive all at once, is in effect bounded by ``clip_threshold``. The average over t steps has a
     smaller second moment than t noisy gradients have, so that the optimizer goes further than AdamW where gradients are noise: late in a
-    training its updates have a root mean square of .7, where AdamW's have .2.
+    training its updates have a root mean square of .7 where a fifth of the coordinates arrive, and of ``clip_threshold`` where a tenth
+    do; AdamW's have .2. So the smaller the density, the smaller the best ``lr`` (the README has numbers).
 
     Args:
         params: parameters, or groups of them. A group may set ``delayed``, ``max_delay`` and ``clip_threshold``, once and for all.
