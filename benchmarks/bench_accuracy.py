@@ -28,8 +28,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import hooks
-import simulator
 import tasks
 import torch
 from hooks import DenseMean, Fp16Mean, PowerSGD, Sparse
@@ -84,6 +82,8 @@ def optimizer_of(kind: str, net: torch.nn.Module, rate: float, max_delay: int) -
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """One training; the job with its result."""
+    if job.get("code", now := code()) != now:  # this process has read the code anew
+        raise RuntimeError("gradcomp's code or the study's was changed while the study ran: start it again")
     torch.set_num_threads(1)
     task = TASKS[job["task"]]()
     kind, exchange = job["method"].split(":")
@@ -108,9 +108,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def code() -> str:
     """What a result depends on beside a job's settings: versions, and a checksum of gradcomp's own code and the studies'."""
-    files = sorted(Path(gradcomp.__file__).parent.rglob("*.py")) + [
-        Path(module.__file__) for module in (tasks, tasks.train, hooks, simulator)
-    ]
+    files = sorted(Path(gradcomp.__file__).parent.rglob("*.py")) + [Path(tasks.train.__file__)]
+    files += [Path(__file__).with_name(f"{name}.py") for name in ("bench_accuracy", "crew", "hooks", "simulator", "tasks")]
     checksum = 0
     for file in files:
         checksum = zlib.crc32(file.read_bytes(), checksum)

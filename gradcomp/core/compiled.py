@@ -215,7 +215,10 @@ def move(parameter: Any, gradient: Any, average: Any, square: Any, age: Any, del
     most = np.uint8(cap)
     late = np.arange(int(cap) + 1)
     missing1, missing2 = 1 - beta1**late, 1 - beta2**late
-    updates = np.empty(parameter.size, np.float32)  # of those that arrived, one after the other
+    young = np.arange(min(1024, parameter.size))
+    known1, known2 = 1 - beta1**young, 1 - beta2**young
+    old = np.log(1e-9) / np.log(max(beta1, beta2, 1e-9))  # the age from which on there is nothing to correct
+    places, updates = np.empty(parameter.size, np.int64), np.empty(parameter.size, np.float32)  # of those that arrived
     arrived, total = 0, 0.0
     for i in range(parameter.size):
         t = min(delay[i] + np.uint8(1), most)
@@ -225,20 +228,23 @@ def move(parameter: Any, gradient: Any, average: Any, square: Any, age: Any, del
             average[i] += missing1[t] * (mean - average[i])
             square[i] += missing2[t] * (mean * mean - square[i])
             age[i] += t
-            root = np.sqrt(square[i] / (1 - beta2 ** age[i])) + eps
-            update = t * average[i] / (1 - beta1 ** age[i]) / root
-            updates[arrived] = update
+            seen1 = seen2 = 1.0
+            if age[i] < young.size:
+                seen1, seen2 = known1[int(age[i])], known2[int(age[i])]
+            elif age[i] < old:
+                seen1, seen2 = 1 - beta1 ** age[i], 1 - beta2 ** age[i]
+            update = t * average[i] / (seen1 * (np.sqrt(square[i] / seen2) + eps))
+            places[arrived], updates[arrived] = i, update
             arrived += 1
-            total += update * update
+            if np.isfinite(update):
+                total += update * update
             delay[i] = 0
     if total > threshold * threshold * parameter.size:
         lr *= threshold / np.sqrt(total / parameter.size)
-    arrived = 0
     for i in range(parameter.size):
         parameter[i] *= kept
-        if delay[i] == 0:
-            parameter[i] -= lr * updates[arrived]
-            arrived += 1
+    for j in range(arrived):
+        parameter[places[j]] -= lr * updates[j]
 
 
 class Kernels(NamedTuple):
@@ -278,9 +284,9 @@ def kernels() -> Kernels | None:
     for function, signature in _SIGNATURES.items():
         try:
             try:
-                compiled.append(numba.njit(signature, nogil=True, cache=True)(function))
+                compiled.append(numba.njit(signature, nogil=True, cache=True, error_model="numpy")(function))
             except Exception:  # nowhere to keep machine code, or what was kept is damaged
-                compiled.append(numba.njit(signature, nogil=True)(function))
+                compiled.append(numba.njit(signature, nogil=True, error_model="numpy")(function))
         except Exception as error:
             warn(f"{NOT_WORKING}: {error!r}")
             return None

@@ -77,6 +77,11 @@ def test_delayed_spares_what_is_sent_whole():
     assert len(whole["params"]) == 3
 
 
+def test_a_run_is_refused_by_other_code_than_that_of_its_study():
+    with pytest.raises(RuntimeError, match="was changed while the study ran"):
+        bench_accuracy.run({"code": f"{bench_accuracy.code()}?"})
+
+
 def test_a_study_keeps_its_runs_and_ends_in_a_record(tmp_path, capsys, monkeypatch):
     ran = []
 

@@ -1,6 +1,8 @@
 """DelayAwareAdamW against the obvious loop over one coordinate, and against torch's AdamW where nothing is late."""
 
 import copy
+import math
+import pickle
 import subprocess
 import sys
 
@@ -91,9 +93,56 @@ def test_first_arrivals_of_many_coordinates_move_a_parameter_no_further_than_the
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_spoils_no_other_coordinate(bad):
-    parameter = torch.nn.Parameter(torch.zeros(5))
-    run(DelayAwareAdamW([parameter], lr=0.1), [parameter], [[torch.tensor([1.0, bad, 0.0, -1.0, 1.0])]])
-    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.1, float("nan"), 0.0, 0.1, -0.1]), equal_nan=True)
+    spoilt, sound = torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(100))
+    steps = [[torch.randn(100, generator=torch.Generator().manual_seed(seed))] for seed in range(4)]
+    steps[0][0][5] = 0.0
+    run(DelayAwareAdamW([sound], lr=0.1, clip_threshold=0.1), [sound], steps[:1])
+    steps[0][0][5] = bad
+    optimizer = DelayAwareAdamW([spoilt], lr=0.1, clip_threshold=0.1)
+    run(optimizer, [spoilt], steps[:1])
+    others = torch.arange(100) != 5
+    torch.testing.assert_close(spoilt[others], sound[others])
+    before = spoilt.detach().clone()
+    run(optimizer, [spoilt], steps[1:2])  # what it has left in the moments does not lift the threshold later
+    moved = (spoilt.detach() - before)[others].square().sum() / 100
+    assert float(moved.sqrt()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_no_eps_and_a_gradient_whose_square_is_nothing():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    run(DelayAwareAdamW([parameter], lr=0.1, eps=0.0, weight_decay=0.0), [parameter], [[torch.tensor([1.0, 1e-25, -1.0])]])
+    assert parameter.tolist() == [pytest.approx(-0.1), -math.inf, pytest.approx(0.1)]
+
+
+def test_what_was_pickled_before_there_was_a_threshold():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = DelayAwareAdamW([parameter])
+    del optimizer.defaults["clip_threshold"], optimizer.param_groups[0]["clip_threshold"]
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert again.param_groups[0]["clip_threshold"] == 1.0
+    [parameter] = again.param_groups[0]["params"]
+    run(again, [parameter], [[torch.ones(3)]])
+    again.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "clip_threshold": 1.0})
+    assert float(parameter[0].detach()) < 1
+
+
+def test_how_adamw_computed_is_not_loaded_and_amsgrad_is_refused_before_anything_changes():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    other = torch.nn.Parameter(torch.ones(3))
+    fused, amsgrad = torch.optim.AdamW([other], fused=True, lr=0.5), torch.optim.AdamW([other], amsgrad=True)
+    for optimizer in (fused, amsgrad):
+        run(optimizer, [other], [[torch.ones(3)]])
+    delayed = DelayAwareAdamW([parameter], lr=0.1)
+    with pytest.raises(ValueError, match="amsgrad is not for a delayed group"):
+        delayed.load_state_dict(amsgrad.state_dict())
+    assert not delayed.state
+    assert delayed.param_groups[0]["lr"] == 0.1
+    delayed.load_state_dict(fused.state_dict())
+    assert delayed.param_groups[0]["lr"] == 0.5
+    assert not delayed.param_groups[0]["fused"]
+    run(delayed, [parameter], [[torch.ones(3)]])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        delayed.load_state_dict({"state": {}, "param_groups": []})
 
 
 def test_groups_of_both_kinds():
