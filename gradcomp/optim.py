@@ -58,7 +58,7 @@ class DelayAwareAdamW(torch.optim.AdamW):
             Plain groups have no limit.
         delayed: False makes a group plain AdamW with these betas, bit for bit: for parameters that are sent whole, as norms and biases are.
 
-    With the extra ``fast`` a step on a CPU takes 1 to 1.6 times as long as AdamW's where a tenth of the coordinates arrive, 1.5 to 2.6 times
+    With the extra ``fast`` a step on a CPU takes 1 to 1.6 times as long as AdamW's if a tenth of the coordinates arrive, 1.5 to 2.6 times
     where a fifth do, 3.5 to 6 times where all do (8 and 1 million elements); without it, and elsewhere, always several times as long.
 
     State of a parameter of N elements, beside AdamW's two moments: ``delay``, uint8 [N], the steps since the last arrival, and ``age``,
