@@ -144,7 +144,7 @@ def table(link: str, rows: dict[str, dict[str, Any]], record: dict[str, Any]) ->
     """A link, for people."""
     lines = [
         f"{link}, {record['ranks']} ranks, {record['parameters']:,} parameters, to a validation loss of {record['target']:.4f}",
-        f"{'hook':<18} {'best lr':>8} {'steps':>6} {'seconds':>8} {'plain / this':>13} {'MB sent':>19} {'loss':>7}",
+        f"{'hook':<23} {'best lr':>8} {'steps':>6} {'seconds':>8} {'plain / this':>13} {'MB sent':>19} {'loss':>7}",
     ]
     for name, row in rows.items():
         sent = f"{row['sent_bytes'] / 1e6:,.2f} ({row['bytes_are']})"
@@ -153,7 +153,7 @@ def table(link: str, rows: dict[str, dict[str, Any]], record: dict[str, Any]) ->
         steps, seconds, words = str(row["steps"]), f"{row['seconds']:.1f}", ""
         if not row["reached"]:
             steps, seconds, words = "-", "-", f"  not reached in {row['steps']} steps, {row['seconds']:.1f} s"
-        lines.append(f"{name:<18} {row['lr']:>8g} {steps:>6} {seconds:>8} {times:>13} {sent:>19} {loss:>7}{words}")
+        lines.append(f"{name:<23} {row['lr']:>8g} {steps:>6} {seconds:>8} {times:>13} {sent:>19} {loss:>7}{words}")
     return "\n".join(lines)
 
 
