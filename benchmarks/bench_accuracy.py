@@ -1,6 +1,6 @@
 """Accuracy at equal steps, and the bits it took: every method at its best learning rate of a small grid, over several seeds.
 
-    python benchmarks/bench_accuracy.py transformer --steps 600                          # about half an hour on two cores
+    python benchmarks/bench_accuracy.py transformer --steps 600                          # about 40 minutes on two cores
     python benchmarks/bench_accuracy.py transformer --total-bits 400                     # equal bytes: each as many steps as that allows
     python benchmarks/bench_accuracy.py cnn-mnist --steps 400 --clip 0 --methods adamw:dense delayed:topk-0.01-sign
     python benchmarks/bench_accuracy.py rnn --steps 1500 --clip 0 --methods sgd:dense sgd:topk-0.01-bf16 dgc:topk-0.001-bf16-warm

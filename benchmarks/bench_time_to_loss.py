@@ -1,9 +1,9 @@
 """Seconds to a validation loss, the same language model trained under each hook on real slow links: what fewer bytes are worth in the end.
 
-    python benchmarks/bench_time_to_loss.py                                # as root: scripts/netlab makes the hosts; about 15 minutes
+    python benchmarks/bench_time_to_loss.py                                # as root: scripts/netlab makes the hosts; 18 minutes
     python benchmarks/bench_time_to_loss.py --links 300mbit --hooks plain topk-0.1-sign-delayed --steps 400 --d-model 192
 
-(15 minutes on two cores that do nothing else.) The model, its data and its schedule are those of ``scripts/train.py``, to which other
+(18 minutes on two cores that do nothing else.) The model, its data and its schedule are those of ``scripts/train.py``, to which other
 arguments go. The loss after a step does not depend on the link, so that every hook's learning rates are tried on an unshaped one: its best
 rate is the one that takes the fewest steps to the target, or that ends lowest where none gets there. At that rate it is trained anew on
 each link, until the target. The target is 1.02 times plain DDP's lowest loss at the end. All runs have one schedule, over ``--steps``: a
