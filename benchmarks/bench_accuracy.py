@@ -3,7 +3,7 @@
     python benchmarks/bench_accuracy.py transformer --steps 600                          # about 40 minutes on two cores
     python benchmarks/bench_accuracy.py transformer --total-bits 400                     # equal bytes: each as many steps as that allows
     python benchmarks/bench_accuracy.py cnn-mnist --steps 400 --clip 0 --methods adamw:dense delayed:topk-0.01-sign
-    python benchmarks/bench_accuracy.py rnn --steps 1500 --clip 0 --methods sgd:dense sgd:topk-0.01-bf16 dgc:topk-0.001-bf16-warm
+    python benchmarks/bench_accuracy.py rnn --steps 1500 --clip 0 --rates 3 6 --methods sgd:dense dgc:topk-0.01-bf16-warm
 
 Workers are logical ones of ``benchmarks/simulator.py``: one process, the real hook. A method is ``OPTIMIZER:EXCHANGE``. Optimizers:
 ``adamw``, ``delayed`` (gradcomp.optim.DelayAwareAdamW; parameters that are sent whole are not delayed), ``sgd`` (momentum 0.9) and
