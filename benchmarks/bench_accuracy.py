@@ -3,11 +3,11 @@
     python benchmarks/bench_accuracy.py transformer --steps 600                          # about 40 minutes on two cores
     python benchmarks/bench_accuracy.py transformer --total-bits 400                     # equal bytes: each as many steps as that allows
     python benchmarks/bench_accuracy.py cnn-mnist --steps 400 --clip 0 --methods adamw:dense delayed:topk-0.01-sign
-    python benchmarks/bench_accuracy.py rnn --steps 1500 --clip 0 --rates 3 6 --methods sgd:dense dgc:topk-0.01-bf16-warm
+    python benchmarks/bench_accuracy.py rnn --steps 1500 --clip 0 --rates 3 6 12 --methods sgd:dense dgc-0.6:topk-0.001-bf16-warm
 
 Workers are logical ones of ``benchmarks/simulator.py``: one process, the real hook. A method is ``OPTIMIZER:EXCHANGE``. Optimizers:
-``adamw``, ``delayed`` (gradcomp.optim.DelayAwareAdamW; parameters that are sent whole are not delayed), ``sgd`` (momentum 0.9) and
-``dgc`` (the same momentum, corrected: taken in gradcomp's hook instead of in the optimizer).
+``adamw``, ``delayed`` (gradcomp.optim.DelayAwareAdamW; parameters that are sent whole are not delayed), ``sgd`` (momentum 0.9, another as
+``sgd-0.6``) and ``dgc`` (the same momentum, corrected: taken in gradcomp's hook instead of in the optimizer).
 Exchanges: ``dense``, ``fp16``, ``powersgd-RANK``, and ``topk-DENSITY-VALUES``, with ``-warm`` for a density that falls from 25% over the
 first tenth. The rate warms up for 5% of the steps and falls as a cosine to a twentieth.
 
@@ -56,9 +56,19 @@ METHODS = [
 ]  # fmt: skip
 
 
-def hook_of(kind_of_optimizer: str, exchange: str, steps: int) -> Any:
+def split(optimizer: str) -> tuple[str, float]:
+    """What is before the colon: the kind, and the momentum of those that have one."""
+    kind, _, momentum = optimizer.partition("-")
+    if momentum and kind not in ("sgd", "dgc"):
+        raise ValueError(f"only sgd and dgc have a momentum, got {optimizer}")
+    return kind, float(momentum) if momentum else MOMENTUM
+
+
+def hook_of(optimizer: str, exchange: str, steps: int) -> Any:
     """What makes a worker's hook."""
-    momentum = MOMENTUM if kind_of_optimizer == "dgc" else 0.0
+    name, momentum = split(optimizer)
+    if name != "dgc":
+        momentum = 0.0
     kind, *rest = exchange.split("-")
     if momentum and kind != "topk":
         raise ValueError(f"dgc takes its momentum in gradcomp's hook: dgc:topk-DENSITY-VALUES, got dgc:{exchange}")
@@ -68,10 +78,11 @@ def hook_of(kind_of_optimizer: str, exchange: str, steps: int) -> Any:
     return {"dense": lambda: DenseMean(), "fp16": lambda: Fp16Mean(), "powersgd": lambda: PowerSGD(int(rest[0]))}[kind]()
 
 
-def optimizer_of(kind: str, net: torch.nn.Module, rate: float, max_delay: int) -> torch.optim.Optimizer:
-    """The optimizer called ``kind``."""
+def optimizer_of(optimizer: str, net: torch.nn.Module, rate: float, max_delay: int) -> torch.optim.Optimizer:
+    """The optimizer of that name."""
+    kind, momentum = split(optimizer)
     if kind in ("sgd", "dgc"):
-        return torch.optim.SGD(net.parameters(), lr=rate, momentum=MOMENTUM if kind == "sgd" else 0.0)
+        return torch.optim.SGD(net.parameters(), lr=rate, momentum=momentum if kind == "sgd" else 0.0)
     if kind == "adamw":
         return torch.optim.AdamW(net.parameters(), lr=rate, betas=(0.9, 0.95))
     whole = [p for p in net.parameters() if p.dim() < 2 or p.numel() < 1024]
@@ -155,7 +166,7 @@ def study(args: argparse.Namespace, metric: str) -> list[dict[str, Any]]:
         fixed["code"] = now
         return fixed | {"method": method, "rate": rate, "seed": seed}
 
-    rates = {method: args.rates or RATES[method.split(":")[0], metric] for method in args.methods}
+    rates = {method: args.rates or RATES[split(method.split(":")[0])[0], metric] for method in args.methods}
     steps = dict.fromkeys(args.methods, args.steps)
     if args.total_bits:
         steps = dict.fromkeys(args.methods, PROBE)

@@ -10,8 +10,7 @@ from crew import Future, Hub, LocalExchange, completed
 from torch import nn
 
 import gradcomp
-from gradcomp.core.compiled import kernels
-from gradcomp.ddp.layouts import Layouts
+from gradcomp.ddp.connection import Connection
 from gradcomp.ddp.traffic import Counters
 
 
@@ -112,20 +111,16 @@ class LogicalState(gradcomp.SparseState):
         super().__init__(module, rule, **options)
         self.connect()
 
-    def connect(self) -> tuple[LocalExchange, Layouts]:
+    def connect(self) -> Connection:
         """As :meth:`gradcomp.SparseState.connect`, without a process group."""
         if self._connected is None:
-            kernels()
-            exchange = LocalExchange(self._hub, self._rank, self._counters)
-            layouts = Layouts(exchange, self._network, self._rules, self._settings, self._feedback, self._agenda)
-            self._connected = exchange, layouts
-            layouts.warn_if_inactive()
-        return self._connected  # type: ignore[return-value]
+            self._connected = self._connect(LocalExchange(self._hub, self._rank, self._counters))  # type: ignore[arg-type]
+        return self._connected
 
     @property
     def exchange(self) -> LocalExchange:
         """The worker's collectives, counted."""
-        return self.connect()[0]
+        return self.connect().exchange  # type: ignore[return-value]
 
     def __call__(self, bucket: Bucket) -> Future:
         """Run the hook."""

@@ -19,3 +19,9 @@ def either_way(request):
         assert (kernels() is None) == (request.param == "numpy")
         yield request.param
     kernels.cache_clear()
+
+
+@pytest.fixture(params=["host", "device"])
+def either_device(request, monkeypatch):
+    """Run a test of real processes on the CPU's own path, and again on that of CUDA tensors (which the CPU can take too)."""
+    monkeypatch.setenv("GRADCOMP_ON_DEVICE", "1" if request.param == "device" else "0")

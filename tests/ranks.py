@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gradcomp.ddp import connection
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "gradcomp", "warm"])
 
@@ -39,14 +41,20 @@ def _ensure_server():
             os.environ["PYTHONPATH"] = before
 
 
-def run_ranks(world_size, function, *args, timeout_s=60):
-    """Results of ``function(rank, *args)`` of every rank. The process group's own timeout is shorter than ``timeout_s``."""
+def run_ranks(world_size, function, *args, timeout_s=60, on_device=False, backend="gloo"):
+    """Results of ``function(rank, *args)`` of every rank. The process group's own timeout is shorter than ``timeout_s``.
+
+    ``on_device``: hooks take the path of CUDA tensors, with those on the CPU. ``GRADCOMP_ON_DEVICE=1`` does that to every test, to try
+    what else it can do.
+    """
     _ensure_server()
+    on_device = on_device or os.environ.get("GRADCOMP_ON_DEVICE") == "1"
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(rank, world_size, folder, theirs, timeout_s, function, args))
+            how = on_device, backend
+            process = _context.Process(target=_rank, args=(rank, world_size, folder, theirs, timeout_s, how, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -99,7 +107,7 @@ def _collect(pipes, processes, deadline, folder):
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(rank, world_size, folder, pipe, timeout_s, function, args):
+def _rank(rank, world_size, folder, pipe, timeout_s, how, function, args):
     with open(f"{folder}/stderr-{rank}", "w") as file:
         os.dup2(file.fileno(), 2)
     faulthandler.enable(file=sys.__stderr__)
@@ -107,9 +115,12 @@ def _rank(rank, world_size, folder, pipe, timeout_s, function, args):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*barrier.*using the device under current context.*")
     torch.set_num_threads(1)
+    on_device, backend = how
+    if on_device:
+        connection.HOSTS = frozenset()
     try:
         store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s / 2))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s / 2))
         result = function(rank, *args)
         dist.barrier()
         dist.destroy_process_group()

@@ -24,6 +24,7 @@ class Feedback:
 
     def __init__(self, momentum: float = 0.0) -> None:
         self.momentum = momentum
+        self._device = torch.device("cpu")
         self._residuals: dict[str, torch.Tensor] = {}
         self._velocities: dict[str, torch.Tensor] = {}
 
@@ -33,7 +34,13 @@ class Feedback:
     def ensure(self, name: str, numel: int) -> None:
         """Hold a residual of ``numel`` zeros for ``name``, unless one is held already."""
         if name not in self._residuals:
-            self._residuals[name] = torch.from_numpy(np.zeros(numel, np.float32))  # numpy asks for huge pages, torch does not
+            # numpy asks for huge pages, torch does not
+            self._residuals[name] = torch.from_numpy(np.zeros(numel, np.float32)).to(self._device)
+
+    def move(self, device: torch.device) -> None:
+        """Hold everything on ``device``, from now on."""
+        self._device = device
+        self.replace(self._residuals, self._velocities)
 
     def get(self, name: str) -> torch.Tensor | None:
         """The residual itself (fp32 [N], memory order), or None where none is held."""
@@ -52,8 +59,9 @@ class Feedback:
         return iter(self._velocities.items())
 
     def replace(self, residuals: dict[str, torch.Tensor], velocities: dict[str, torch.Tensor] | None = None) -> None:
-        """Hold these residuals and velocities (fp32 [N], memory order) and no others. Keeps the tensors given."""
-        self._residuals, self._velocities = dict(residuals), dict(velocities or {})
+        """Hold these residuals and velocities (fp32 [N], memory order) and no others. Keeps the tensors given, if they are in place."""
+        self._residuals = {name: tensor.to(self._device) for name, tensor in residuals.items()}
+        self._velocities = {name: tensor.to(self._device) for name, tensor in (velocities or {}).items()}
 
     def accumulate(self, name: str, grad: torch.Tensor, unscale: float = 1.0, *, moving: bool = True) -> Accumulation:
         """``fp32(residual + unscale * grad)`` of a flat gradient [N], not stored.
@@ -138,3 +146,52 @@ class Feedback:
     def clear(self, name: str) -> None:
         """Set the residual to zero: all of it was released."""
         self._residuals[name].zero_()
+
+    # The same on the device that holds the gradients, without waiting for it
+
+    def total(self, name: str, grad: torch.Tensor, unscale: torch.Tensor | None = None) -> torch.Tensor:
+        """``fp32(residual + unscale * grad)`` of a flat gradient [N]: a new tensor, or the gradient itself. ``unscale``: a scalar."""
+        wide = grad if grad.dtype == torch.float64 else grad.float()
+        scaled = wide if unscale is None else wide * unscale
+        residual = self._residuals.get(name)
+        return scaled.float() if residual is None else (residual + scaled).float()
+
+    def push(self, name: str, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Momentum correction as :meth:`accumulate` does it. ``scale``: what the gradient is multiplied by. Mutates the gradient."""
+        velocity = self._velocities.get(name)
+        if velocity is not None:
+            grad.add_(velocity if scale is None else velocity * scale, alpha=self.momentum)
+
+    def settle(
+        self, name: str, grad: torch.Tensor, released: torch.Tensor | None, skip: torch.Tensor, unscale: torch.Tensor | None = None
+    ) -> None:
+        """Complete a step as :meth:`keep` does it, but for ``skip``.
+
+        Args:
+            name: a tensor whose residual is held.
+            grad: the same flat gradient [N] that was accumulated.
+            released: fp32 [N], what the receivers decode of this rank's payload, in the gradient's units, zeros where nothing; None: all.
+            skip: bool scalar; whether everything stays as it is.
+            unscale: what brings the gradient to the residual's units, a scalar.
+
+        Mutates: the residual.
+        """
+        residual = self._residuals[name]
+        if released is None:
+            after = torch.zeros_like(residual)
+        else:
+            after = self.total(name, grad, unscale) - (released if unscale is None else released * unscale)
+        torch.where(skip, residual, after, out=residual)
+
+    def glide(
+        self, name: str, grad: torch.Tensor, sent: torch.Tensor | None, skip: torch.Tensor, unscale: torch.Tensor | None = None
+    ) -> None:
+        """Complete a step as :meth:`roll` does it, but for ``skip``. ``sent``: bool [N], where this rank released a selection.
+
+        Mutates: the velocity.
+        """
+        if not self.momentum:
+            return
+        velocity = self._velocities.setdefault(name, torch.zeros_like(grad, dtype=torch.float32))
+        after = grad if unscale is None else grad * unscale
+        torch.where(skip, velocity, after if sent is None else after.masked_fill(sent, 0.0), out=velocity)

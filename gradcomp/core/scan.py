@@ -236,14 +236,28 @@ def top_k(acc: Accumulation, k: int) -> tuple[Indices, Floats]:
     return keep_largest(indices, values, k)
 
 
-def top_k_mask(flat: torch.Tensor, k: int) -> torch.Tensor:
-    """The mask of :func:`top_k` with torch operations alone, for tensors that are not on the CPU. No host sync."""
-    if k == 0:
-        return torch.zeros_like(flat, dtype=torch.bool)
+def magnitudes(flat: torch.Tensor) -> torch.Tensor:
+    """``|x|``, infinite for NaN; fp32 of what is narrower."""
     magnitude = flat.abs() if flat.dtype in (torch.float64, torch.int64) else flat.float().abs()
-    if magnitude.is_floating_point():
-        magnitude = torch.where(magnitude.isnan(), float("inf"), magnitude)
-    kth = torch.topk(magnitude, k).values[-1]
-    larger, equal = magnitude > kth, magnitude == kth
-    chosen: torch.Tensor = larger | (equal & (equal.cumsum(0) <= k - larger.sum()))
-    return chosen & (magnitude > 0)
+    return magnitude.masked_fill_(magnitude.isnan(), float("inf")) if magnitude.is_floating_point() else magnitude
+
+
+def largest_mask(among: torch.Tensor, magnitude: torch.Tensor, k: int) -> torch.Tensor:
+    """The mask of the k largest magnitudes ``among`` the elements of a mask: all of those if there are fewer, ties to the lowest index.
+
+    With torch operations alone, for tensors that are not on the CPU. No host sync.
+    """
+    if k == 0:
+        return torch.zeros_like(among)
+    candidates = magnitude.masked_fill(~among, -1)
+    kth = torch.topk(candidates, k).values[-1]
+    larger, equal = candidates > kth, (candidates == kth) & among
+    order = equal.cumsum(0, dtype=torch.int32 if equal.numel() < 1 << 31 else torch.int64)
+    chosen: torch.Tensor = larger | (equal & (order <= k - larger.sum()))
+    return chosen
+
+
+def top_k_mask(flat: torch.Tensor, k: int) -> torch.Tensor:
+    """The mask of :func:`top_k`, as :func:`largest_mask`."""
+    magnitude = magnitudes(flat)
+    return largest_mask(magnitude > 0, magnitude, k)

@@ -21,9 +21,11 @@ from gradcomp.core.scan import Floats
 Bytes = npt.NDArray[np.uint8]
 Scales = npt.NDArray[np.float32]
 
-_LARGEST = np.finfo(np.float32).max
+LARGEST = float(np.finfo(np.float32).max)
+"""Of fp32."""
 _SIGNS = np.array([1, -1], np.float32)
-_SMALLEST = np.finfo(np.float32).smallest_subnormal
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
+"""Of fp32, above zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def scale_of(values: Floats, form: Format) -> float:
     magnitude = np.abs(values.astype(np.float64))
     scale = magnitude.max() / 127 if form.name == "int8" else magnitude.mean()
     # A scale of zero would divide by zero; below 127 of the smallest steps, one step is scale enough.
-    return float(np.float32(min(max(scale, _SMALLEST), _LARGEST)))
+    return float(np.float32(min(max(scale, SMALLEST), LARGEST)))
 
 
 def encode_values(values: Floats, form: Format, scales: Scales | float = 0.0) -> Bytes:
@@ -119,4 +121,4 @@ def decode_values(data: Bytes, form: Format, count: int, scales: Scales | float 
         return signs
     with np.errstate(over="ignore"):
         decoded: npt.NDArray[np.float32] = data.view(np.int8).astype(np.float32) * np.float32(scales)
-    return decoded.clip(-_LARGEST, _LARGEST)
+    return decoded.clip(-LARGEST, LARGEST)

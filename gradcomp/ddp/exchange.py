@@ -17,6 +17,8 @@ from gradcomp.ddp.traffic import Counters, gather_bytes, ring_bytes
 # torch 2.13 renames the flat gather and deprecates the old name.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+CPU = torch.device("cpu")
+
 COO_METADATA_BYTES = 72
 """What gloo's sparse all-reduce gathers first: nine 64-bit numbers."""
 
@@ -27,11 +29,13 @@ class Exchange:
     Args:
         group: the process group; it must exist already.
         counters: where bytes and seconds are added.
+        device: where the gradients are, and so what is exchanged.
     """
 
-    def __init__(self, group: dist.ProcessGroup, counters: Counters) -> None:
+    def __init__(self, group: dist.ProcessGroup, counters: Counters, device: torch.device = CPU) -> None:
         self.group = group
         self._counters = counters
+        self._device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         counters.world_size = self.world_size
@@ -40,7 +44,7 @@ class Exchange:
         """Start an all-gather of one payload a rank.
 
         Args:
-            payload: uint8 [B], the same B on every rank.
+            payload: uint8 [B], the same B on every rank, on the gradients' device.
 
         Returns:
             A future of uint8 [W, B]; its callbacks run on the back end's thread.
@@ -48,7 +52,7 @@ class Exchange:
         Communication:
             One all-gather, ``(W-1) * B`` bytes sent and received a rank.
         """
-        out = torch.empty(self.world_size * payload.numel(), dtype=torch.uint8)
+        out = torch.empty(self.world_size * payload.numel(), dtype=torch.uint8, device=payload.device)
         size = gather_bytes(self.world_size, payload.numel())
         start = time.perf_counter()
         work = _all_gather_flat(out, payload, group=self.group, async_op=True)
@@ -98,8 +102,8 @@ class Exchange:
 
     def gather_now(self, data: bytes) -> list[bytes]:
         """Gather the same number of bytes of every rank, waiting for them. Communication: as :meth:`gather`."""
-        payload = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-        return [row.numpy().tobytes() for row in self.gather(payload).wait()]
+        payload = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(self._device)
+        return [row.numpy().tobytes() for row in self.gather(payload).wait().cpu()]
 
     def _timed(self, work: Any, start: float, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         # The callback must not hold the group: a thread of the back end that lets go of a group's last reference has to wait for itself,

@@ -31,12 +31,14 @@ class Handle:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent since registration; ``print`` it for a table."""
+        """What this rank has sent since registration; ``print`` it for a table. Waits for a GPU, as all that is read here does."""
+        self._settle()
         return self._counters.snapshot()
 
     @property
     def densities(self) -> dict[str, float]:
         """By parameter, the fraction of its elements that this rank sent in the last completed step; empty before the first."""
+        self._settle()
         return dict(self._densities)
 
     def analyze(self) -> Analysis:
@@ -49,7 +51,7 @@ class Handle:
         return self._analysis
 
     def residual(self, name: str) -> torch.Tensor:
-        """What has not been sent of a parameter's gradients: a new fp32 tensor in the parameter's shape.
+        """What has not been sent of a parameter's gradients: a new fp32 CPU tensor in the parameter's shape.
 
         Raises:
             ValueError: no parameter of that name.
@@ -57,7 +59,7 @@ class Handle:
         return self._in_shape(name, self._feedback.get)
 
     def velocity(self, name: str) -> torch.Tensor:
-        """What is left of a parameter's past gradients where ``momentum`` is above 0: a new fp32 tensor in the parameter's shape.
+        """What is left of a parameter's past gradients, where there is momentum: a new fp32 CPU tensor in the parameter's shape.
 
         Raises:
             ValueError: no parameter of that name.
@@ -70,7 +72,7 @@ class Handle:
         like, held = self._shapes[name], find(name)
         if held is None:
             return torch.zeros(like.shape)
-        return held.as_strided(like.shape, like.stride()).clone(memory_format=torch.contiguous_format)
+        return held.as_strided(like.shape, like.stride()).to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def flush(self) -> None:
         """Send every residual whole, once: announced in the next step's headers, done two steps later.
@@ -99,6 +101,7 @@ class Handle:
         ``residual`` and ``velocity`` (name -> fp32 tensor in the parameter's shape), ``capacity``, and what is announced but not yet done.
         """
         exchange = self._resolve()
+        self._settle()
         return {
             "format": checkpoint.FORMAT,
             "rank": exchange.rank if exchange else None,
@@ -163,6 +166,10 @@ class Handle:
         like = self._shapes[name]
         placed = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(tensor)
         return placed.as_strided((like.numel(),), (1,))
+
+    def _settle(self) -> None:
+        """Have the host learn all there is to learn of completed steps."""
+        raise NotImplementedError
 
     def _resolve(self) -> Exchange | None:
         """The exchange, connected now if there is a process group to connect to."""

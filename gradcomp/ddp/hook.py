@@ -11,6 +11,7 @@ from gradcomp.core.rules import describe
 from gradcomp.core.scan import Accumulation, keep_largest
 from gradcomp.core.selection import Found, select
 from gradcomp.ddp.coo import CooFlight
+from gradcomp.ddp.device import hook as device
 from gradcomp.ddp.flight import Flight, scaled
 from gradcomp.ddp.payload import NOTHING, Chosen, pack
 from gradcomp.ddp.plan import Piece, Plan, ring_limit
@@ -24,7 +25,7 @@ def sparse_hook(state: SparseState, bucket: GradBucket, *unexpected: object) -> 
 
     Args:
         state: a :class:`gradcomp.SparseState` made for the model's network.
-        bucket: DDP's bucket of local gradients, any floating dtype, dense or sparse COO, on the CPU.
+        bucket: DDP's bucket of local gradients, any floating dtype, on the CPU, dense or sparse COO, or dense on a CUDA device.
         unexpected: nothing; FSDP passes more, and is told so.
 
     Returns:
@@ -61,17 +62,20 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
     buffer = bucket.buffer().detach()
     if buffer.layout != torch.strided:
         return _send_coo(state, bucket, step, layout)
+    if state.on_device:
+        return device.send(state, bucket, step, layout)
 
     # 1. Accumulate: residual + gradient, formed chunk by chunk when read; residuals stay untouched until the step completes. (What is
     # frozen has no gradient; should an old one lie in the bucket, it gets no momentum.)
-    given = buffer.clone() if state.checks else None
+    given = buffer.clone() if state.settings.check else None
     moving = {piece.name: parameter.requires_grad for piece, parameter in zip(layout, bucket.parameters())}
-    sums = {piece.name: state.accumulate(piece, piece.part(buffer), step.unscale, moving=moving[piece.name]) for piece in layout}
+    sums = {p.name: state.feedback.accumulate(p.name, p.part(buffer), step.unscale, moving=moving[p.name]) for p in layout}
+    state.look(sums)
 
     # 2. Select, by parameter. Rules that do not fix their count go first: what the ranks want decides how parameters travel.
     with state.timed("select_s"):
         found = {piece.name: _select(piece, sums[piece.name], buffer) for piece in layout if piece.sized_by_history}
-    state.layouts.size(layout, {name: int(np.isfinite(part.values).sum()) for name, part in found.items()})
+    state.layouts.size(layout, lambda piece: int(np.isfinite(found[piece.name].values).sum()))
     plan = state.layouts.plan(layout, flush=step.flush)
     flight = Flight(plan, step.number, state.exchange, buffer, step.loss_scale, moving)
     if given is not None:
@@ -105,15 +109,22 @@ def _select(piece: Piece, acc: Accumulation, buffer: torch.Tensor) -> Found:
         raise GradcompError(f"the rule {describe(piece.rule)} failed on parameter {piece.name}: {error!r}") from error
 
 
-def _send_coo(state: SparseState, bucket: GradBucket, step: Step, layout: tuple[Piece, ...]) -> torch.futures.Future[torch.Tensor]:
+def _send_coo(
+    state: SparseState, bucket: GradBucket, step: Step[Flight | CooFlight], layout: tuple[Piece, ...]
+) -> torch.futures.Future[torch.Tensor]:
     """A gradient that is a sparse tensor already goes as in plain DDP, inside the step's gate like all others."""
+    if state.on_device:
+        name, where = layout[0].name, bucket.buffer().device
+        raise ValueError(f"the gradient of {name} must be dense on {where}: sparse tensors are sent on the CPU only, as yet")
     plan = Plan(layout, "fp32", flush=False, report=False)
     flight = CooFlight(plan, state.exchange, bucket.buffer())
     step.watch(state.exchange.ring_coo(flight.ring), flight.receive_ring)
     return step.board(flight, is_last=step.at_last)
 
 
-def _choose(piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor, step: Step) -> Chosen:
+def _choose(
+    piece: Piece, plan: Plan, acc: Accumulation, found: Found | None, buffer: torch.Tensor, step: Step[Flight | CooFlight]
+) -> Chosen:
     """What this rank sends of one piece, and what its header says about it."""
     zero = (piece.tracked or plan.momentum) and acc.is_zero()
     wanted = 0 if found is None else found.indices.size

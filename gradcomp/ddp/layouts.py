@@ -1,6 +1,6 @@
 """Where a bucket's parameters lie and how they travel: agreed with all ranks once for each layout, then known to each by itself."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -27,13 +27,21 @@ class Layouts:
         settings: the hook's.
         feedback: the residuals; a parameter that travels in a way that leaves something behind is given one.
         agenda: what changes from step to step.
+        settle: called before ranks agree, so that all of them know what there is to know of completed steps.
 
     Attributes:
         routing: how each parameter travels.
     """
 
     def __init__(
-        self, exchange: Exchange, network: Network, rules: Mapping[str, AnyRule], settings: Settings, feedback: Feedback, agenda: Agenda
+        self,
+        exchange: Exchange,
+        network: Network,
+        rules: Mapping[str, AnyRule],
+        settings: Settings,
+        feedback: Feedback,
+        agenda: Agenda,
+        settle: Callable[[], None],
     ) -> None:
         self._exchange = exchange
         self._network = network
@@ -41,7 +49,7 @@ class Layouts:
         self._settings = settings
         self._feedback = feedback
         self._agenda = agenda
-        network.look_again()
+        self._settle = settle
         for name, parameter in network.parameters().items():
             if parameter.requires_grad:
                 self._check_momentum(name, network.shapes[name].dtype)
@@ -74,9 +82,10 @@ class Layouts:
         """Everything that must be equal on all ranks, of the whole model: how one parameter travels can depend on the others."""
         progress = {key: repr(value) for key, value in self._agenda.state_dict().items() if key != "announce"}
         shapes = self._network.shapes
+        device = {"device": self._network.device.type}
         held = {"parameters with a residual": repr(sorted(name for name in shapes if name in self._feedback))}
         rules = {f"parameter {n}": f"{tuple(s.shape)}, {s.dtype}, {describe(self._rules[n])}" for n, s in shapes.items()}
-        return self._settings.describe() | progress | held | rules
+        return self._settings.describe() | device | progress | held | rules
 
     def of(self, bucket: GradBucket) -> tuple[Piece, ...]:
         """The bucket's parameters and their places, agreed with all ranks the first time they are seen so."""
@@ -88,6 +97,7 @@ class Layouts:
             pieces = self._pieces(names, parameters, buffer)
             if sum(piece.numel for piece in pieces) != buffer.numel():
                 raise GradcompError(f"bucket {bucket.index()} has {buffer.numel()} elements, its parameters another number")
+            self._settle()
             agree(self._exchange, self._description() | {f"parameters of bucket {bucket.index()}": repr((names, str(buffer.layout)))})
             self._layouts[key] = pieces
         layout = self._layouts[key]
@@ -124,11 +134,11 @@ class Layouts:
             )
         return now
 
-    def size(self, layout: tuple[Piece, ...], wanted: Mapping[str, int]) -> None:
+    def size(self, layout: tuple[Piece, ...], wanted: Callable[[Piece], int]) -> None:
         """Give parameters that are sized by history and have none their first capacities: collective where there are any."""
         fresh = [piece for piece in layout if piece.sized_by_history and self._agenda.capacity(piece.name) is None]
         if fresh:
-            for piece, most in zip(fresh, largest(self._exchange, [wanted[piece.name] for piece in fresh])):
+            for piece, most in zip(fresh, largest(self._exchange, [wanted(piece) for piece in fresh])):
                 self._agenda.start(piece.name, piece.numel, most)
 
     def plan(self, layout: tuple[Piece, ...], *, flush: bool) -> Plan:

@@ -55,7 +55,7 @@ class Network:
         in_place: names of those whose gradients accumulate in their bucket's buffer, as far as that is watched.
 
     Raises:
-        ValueError: not a module, sharded, without parameters, or with one that is not on the CPU.
+        ValueError: not a module, sharded, without parameters, or with trained ones that are not all on the CPU, or on one CUDA device.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -67,6 +67,7 @@ class Network:
         self.complex: set[str] = set()
         self.trained: set[str] = set()
         self.in_place: frozenset[str] = frozenset()
+        self._device: torch.device | None = None
         self._buckets: set[StorageWeakRef] = set()
         network = unwrapped(module)
         ignored = set(getattr(network, "_ddp_params_and_buffers_to_ignore", ()))  # where DDP looks for them
@@ -79,6 +80,11 @@ class Network:
         if not self.shapes:
             raise ValueError(f"module must have parameters, got a {type(module).__name__} without any")
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters that are trained are."""
+        return self._device or torch.device("cpu")
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """The parameters that are still alive, by name, in no order."""
         return {name: parameter for parameter, name in self._names.items()}  # type: ignore[no-untyped-call]
@@ -89,7 +95,8 @@ class Network:
         return shape[:-1] if name in self.complex else shape
 
     def look_again(self) -> None:
-        """Note how the parameters are now: the network may have been cast since."""
+        """Note how the parameters are now: the network may have been cast, or moved, since."""
+        self._device = None
         for name, parameter in self.parameters().items():
             self._see(name, parameter)
 
@@ -123,5 +130,8 @@ class Network:
         if not parameter.requires_grad:
             return
         self.trained.add(name)
-        if parameter.device.type != "cpu":
-            raise ValueError(f"parameter {name} must be on the CPU, the only device supported so far, got {parameter.device}")
+        if parameter.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"parameter {name} must be on the CPU or on a CUDA device, got {parameter.device}")
+        if self._device is not None and parameter.device != self._device:
+            raise ValueError(f"parameter {name} must be on {self._device} as the others are, got {parameter.device}")
+        self._device = parameter.device

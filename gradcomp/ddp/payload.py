@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ REMOVE = 2
 """Header flag: this rank asks for the hook to turn dense."""
 
 Bits = npt.NDArray[np.bool_]
+T = TypeVar("T")
 
 
 class Chosen(NamedTuple):
@@ -69,12 +70,17 @@ class Arrival:
     released: list[Released]
 
 
+def fixed_header(plan: Plan, step: int, flags: int) -> bytes:
+    """The first ``FIXED_HEADER_BYTES`` of a payload."""
+    return struct.pack("<BBHI", VERSION, flags, len(plan.pieces) & 0xFFFF, step & 0xFFFFFFFF)
+
+
 def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> codec.Bytes:
     """Write a payload of exactly ``plan.payload_bytes``; ``chosen`` is in the order of ``plan.pieces``."""
     by_name = dict(zip((piece.name for piece in plan.pieces), chosen))
     sparse = [by_name[piece.name] for piece in plan.sparse]
     sections = [
-        np.frombuffer(struct.pack("<BBHI", VERSION, flags, len(plan.pieces) & 0xFFFF, step & 0xFFFFFFFF), np.uint8),
+        np.frombuffer(fixed_header(plan, step, flags), np.uint8),
         np.packbits([part.zero for part in chosen], bitorder="little"),
         np.packbits([not part.finite for part in chosen], bitorder="little"),
         np.packbits([part.rest for part in chosen], bitorder="little"),
@@ -97,11 +103,14 @@ def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen]) -> codec.Bytes
     return payload
 
 
-def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
-    """Parse and check one rank's payload; only true counts are read, never padding.
+def read_header(plan: Plan, step: int, rank: int, data: codec.Bytes) -> tuple[Arrival, dict[str, int], Scales]:
+    """What a rank's header says, without anything released; by name, the elements sent; the scale of each sparse piece.
+
+    Args:
+        data: at least the header's bytes.
 
     Raises:
-        PayloadError: another version, or indices that are not what the header announces.
+        PayloadError: another version.
         DesyncError: the sender is at another step or has another number of parameters in the bucket.
     """
     version, flags, num_pieces, sent_step = struct.unpack("<BBHI", data[:FIXED_HEADER_BYTES].tobytes())
@@ -111,13 +120,25 @@ def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
         raise DesyncError(
             f"rank {rank} sent step {sent_step} of a bucket of {num_pieces} parameters where step {step} of {len(plan.pieces)} was due"
         )
-    take = _Reader(data, FIXED_HEADER_BYTES)
+    take = Reader(data, FIXED_HEADER_BYTES)
     bitmaps = np.unpackbits(take(BITMAPS * plan.bitmap_bytes).reshape(BITMAPS, -1), axis=1, bitorder="little").astype(bool)
     zero, not_finite, rest = bitmaps[:, : len(plan.pieces)]
     counts = take(COUNT_BYTES * len(plan.counted)).view("<u4").reshape(-1, 2).tolist()
-    sent = {piece.name: count[0] for piece, count in zip(plan.counted, counts)}
     scales = take(SCALE_BYTES * len(plan.sparse)).view("<f4") if plan.form.scaled else np.zeros(len(plan.sparse), np.float32)
-    released = []
+    wanted = {piece.name: count[1] for piece, count in zip(plan.counted, counts)}
+    sent = {piece.name: count[0] for piece, count in zip(plan.counted, counts)}
+    return Arrival(rank, flags, zero, not_finite, rest, wanted, []), sent, scales
+
+
+def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
+    """Parse and check one rank's payload; only true counts are read, never padding.
+
+    Raises:
+        PayloadError: another version, or indices that are not what the header announces.
+        DesyncError: as :func:`read_header`.
+    """
+    arrival, sent, scales = read_header(plan, step, rank, data)
+    take, released = Reader(data, plan.header_bytes), arrival.released
     if plan.sparse:
         sizes = [sent[piece.name] for piece in plan.sparse]
         indices = codec.decode_indices(take(codec.index_bytes(plan.universe, plan.capacity)), plan.universe, plan.capacity, sum(sizes))
@@ -133,8 +154,7 @@ def unpack(plan: Plan, step: int, rank: int, data: codec.Bytes) -> Arrival:
     for piece in plan.rides:
         values = decode_values(take(plan.riding.size(piece.numel)), plan.riding, piece.numel)
         released.append(Released(piece, None, _saturated(values, piece)))
-    wanted = {piece.name: count[1] for piece, count in zip(plan.counted, counts)}
-    return Arrival(rank, flags, zero, not_finite, rest, wanted, released)
+    return arrival
 
 
 def _by_value(plan: Plan, scales: Scales, sizes: list[int]) -> Scales | float:
@@ -148,13 +168,15 @@ def _saturated(values: Floats, piece: Piece) -> Floats:
     return values.clip(-limit, limit) if piece.dtype.itemsize < 4 else values
 
 
-class _Reader:
-    """Takes section after section of a payload: views, which are not aligned."""
+class Reader(Generic[T]):
+    """Takes section after section of a payload, or of rows of payloads, arrays or tensors: views, which are not aligned."""
 
-    def __init__(self, data: codec.Bytes, start: int) -> None:
-        self._data = data
+    def __init__(self, data: T, start: int) -> None:
+        self._data: Any = data
         self._at = start
 
-    def __call__(self, size: int) -> codec.Bytes:
+    def __call__(self, size: int) -> T:
+        """The next ``size`` bytes, of each row."""
         start, self._at = self._at, self._at + size
-        return self._data[start : self._at]
+        taken: T = self._data[..., start : self._at]
+        return taken

@@ -29,7 +29,7 @@ def register(
     """Register the sparsifying hook on a DDP model; train as before.
 
     Args:
-        ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU.
+        ddp_model: a ``DistributedDataParallel`` without a hook, its parameters on the CPU or on one CUDA device.
         rule: what matters in parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None. Under Adam that trains
             worse than dense gradients: take :class:`gradcomp.optim.DelayAwareAdamW`, and ``TopK(0.1)`` with ``values="sign"``.
         overrides, values, warmup_steps, warmup_density, momentum, grad_scaler, on_nonfinite, fallback, check: as for

@@ -60,6 +60,12 @@ class Settings:
             raise GradcompError(f"the scale of grad_scaler must be above 0, got {scale!r}: it has been backed off too often")
         return scale
 
+    def loss_scale_on(self, device: torch.device) -> torch.Tensor | None:
+        """:attr:`loss_scale` as a scalar on ``device``, without waiting for it; None for 1."""
+        scaler = self.grad_scaler
+        scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
+        return None if scale is None else scale.to(device, torch.float32, non_blocking=True)
+
     def warm_up(self, rules: dict[str, AnyRule]) -> dict[str, AnyRule]:
         """The rules by parameter, with the densities of ``TopK`` ones falling to their own over the warm-up."""
         warmed = {name: warmed_up(rule, float(self.warmup_density), self.warmup_steps) for name, rule in rules.items()}

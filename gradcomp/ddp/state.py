@@ -8,23 +8,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 
-from gradcomp.core.compiled import kernels
 from gradcomp.core.feedback import Feedback
 from gradcomp.core.magnitude import Magnitudes
 from gradcomp.core.policy import Policy
 from gradcomp.core.rules import AnyRule, TopK
 from gradcomp.core.scan import Accumulation
 from gradcomp.ddp.agenda import Agenda
-from gradcomp.ddp.audit import Audit, Sums, agree_on_replicas, agree_on_sums
+from gradcomp.ddp.connection import Connection, connect
+from gradcomp.ddp.device.backlog import Backlog
 from gradcomp.ddp.exchange import Exchange
 from gradcomp.ddp.handle import Handle
 from gradcomp.ddp.layouts import Layouts
 from gradcomp.ddp.network import Network
-from gradcomp.ddp.plan import Piece
 from gradcomp.ddp.settings import Settings
 from gradcomp.ddp.step import Step
 from gradcomp.ddp.traffic import Counters
-from gradcomp.errors import GradcompError, NonFiniteError, warn
+from gradcomp.errors import GradcompError, warn
 
 
 class SparseState(Handle):
@@ -33,8 +32,9 @@ class SparseState(Handle):
     May be built before ``init_process_group``; the group is resolved at the first bucket. The module is held weakly.
 
     Args:
-        module: the network, wrapped in DDP or not; its parameters on the CPU, whole on every rank. Complex parameters are treated as
-            pairs of real numbers, one dimension more, of two; gradients that are sparse tensors go as in plain DDP.
+        module: the network, wrapped in DDP or not; its parameters on the CPU or on one CUDA device, whole on every rank. Complex
+            parameters are treated as pairs of real numbers, one dimension more, of two; gradients that are sparse tensors go as in plain
+            DDP, on the CPU.
         rule: the rule of parameters with two dimensions and at least 1,024 elements; ``TopK(0.01)`` if None.
         overrides: glob over parameter names -> rule; the first match wins. Other parameters are ``Dense``.
         values: format of sparse values in payloads: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``sign``; small dense parameters
@@ -50,7 +50,8 @@ class SparseState(Handle):
         on_nonfinite: ``propagate`` fills every gradient of a bad step with NaN on all ranks (a GradScaler skips it); ``raise``
             raises from ``backward()`` on all ranks: a RuntimeError, as torch makes of any error in a future, that names rank and
             parameter; the :class:`gradcomp.NonFiniteError` itself is ``last_error``. Residuals stay as they were either way. Training
-            can go on after a raise, but with ``find_unused_parameters=True`` torch's own bookkeeping is broken off by it.
+            can go on after a raise, but with ``find_unused_parameters=True`` torch's own bookkeeping is broken off by it. On CUDA the host
+            learns of it two steps later, raises from the hook, and training cannot go on.
         fallback: ``dense`` lets a parameter travel dense where that costs fewer bytes; ``never`` keeps it sparse.
         check: verify every step: that nothing of residual + gradient was lost, that the mean is the mean of what was sent (else an
             :class:`gradcomp.AccountingError`), and that gradients, parameters and loss scale are equal on all ranks (else a
@@ -112,10 +113,8 @@ class SparseState(Handle):
         """Everything that belongs to one process group and is not saved."""
         self._counters = Counters()
         self._densities = {}
-        self._connected: tuple[Exchange, Layouts] | None = None
-        self._step: Step | None = None
-        self._reduced: dict[str, str] = {}
-        self._sums: list[Sums] = []
+        self._connected: Connection | None = None
+        self._step: Step[Any] | None = None
 
     def __repr__(self) -> str:
         return f"<gradcomp.SparseState of {len(self._rules)} parameters, values={self._settings.values!r}, {self._agenda.number} steps>"
@@ -170,7 +169,7 @@ class SparseState(Handle):
 
     # The process group
 
-    def connect(self) -> tuple[Exchange, Layouts]:
+    def connect(self) -> Connection:
         """Resolve the process group, once, and with it what the world size decides."""
         if self._connected is None:
             if not self._shapes:
@@ -178,12 +177,12 @@ class SparseState(Handle):
             group = self._group if self._group is not None else dist.group.WORLD
             if group is None:
                 raise ValueError("group is None and there is no default process group: call init_process_group first")
-            kernels()  # compiled now, not in the first step, where the peers would wait
-            exchange = Exchange(group, self._counters)
-            layouts = Layouts(exchange, self._network, self._rules, self._settings, self._feedback, self._agenda)
-            self._connected = exchange, layouts
-            layouts.warn_if_inactive()
+            self._network.look_again()
+            self._connected = self._connect(Exchange(group, self._counters, self._network.device))
         return self._connected
+
+    def _connect(self, exchange: Exchange) -> Connection:
+        return connect(exchange, self._network, self._rules, self._settings, self._feedback, self._agenda, self._counters)
 
     def _refuse_bare_copy(self) -> None:
         raise GradcompError("this state is a copy and has no network: call state.attach(module) first")
@@ -191,12 +190,12 @@ class SparseState(Handle):
     @property
     def exchange(self) -> Exchange:
         """The collectives of the group, counted."""
-        return self.connect()[0]
+        return self.connect().exchange
 
     @property
     def layouts(self) -> Layouts:
         """Where parameters lie in buckets and how they travel."""
-        return self.connect()[1]
+        return self.connect().layouts
 
     def _resolve(self) -> Exchange | None:
         if not self._shapes:
@@ -208,7 +207,7 @@ class SparseState(Handle):
 
     # One step
 
-    def step_of(self, bucket: GradBucket) -> Step:
+    def step_of(self, bucket: GradBucket) -> Step[Any]:
         """The step that ``bucket`` belongs to; bucket 0 begins a new one.
 
         In the first step of a static graph torch calls every bucket number 0, and none the last: a bucket of parameters that the step has
@@ -218,10 +217,9 @@ class SparseState(Handle):
         under_way = self._step if self._step is not None and self._step.error is None else None
         delayed = under_way is not None and bucket.index() == 0 and not names & under_way.seen
         if bucket.index() == 0 and not delayed:
-            agenda, scale = self._agenda, self._settings.loss_scale
-            if self._settings.check:
-                agree_on_replicas(self.exchange, agenda.number, scale, self._network.parameters(), self._reduced)
-                agree_on_sums(self.exchange, self._sums)
+            agenda = self._agenda
+            scale = 1.0 if self.on_device else self._settings.loss_scale  # a device is asked for it without waiting
+            self.connect().completion.begin(self._network.parameters(), scale)
             self._step = Step(
                 agenda.number,
                 flags=agenda.announce,
@@ -229,6 +227,7 @@ class SparseState(Handle):
                 loss_scale=scale,
                 complete=self._complete,
                 failed=self._remember,
+                device=self._network.device if self.on_device else None,
             )
         if self._step is None:
             raise GradcompError(f"bucket {bucket.index()} came before bucket 0 of its backward pass")
@@ -237,16 +236,30 @@ class SparseState(Handle):
         return self._step
 
     @property
-    def checks(self) -> bool:
-        """Whether every step is verified."""
-        return self._settings.check
+    def settings(self) -> Settings:
+        """What was asked for beside the rules."""
+        return self._settings
 
-    def accumulate(self, piece: Piece, grad: torch.Tensor, unscale: float, *, moving: bool) -> Accumulation:
-        """Residual + gradient of a piece, in the residual's units, formed when it is read; with its momentum where it is ``moving``."""
-        acc = self._feedback.accumulate(piece.name, grad, unscale, moving=moving)
+    @property
+    def on_device(self) -> bool:
+        """Whether gradients are where the host must not wait for them."""
+        return isinstance(self.connect().completion, Backlog)
+
+    @property
+    def feedback(self) -> Feedback:
+        """Residuals and velocities."""
+        return self._feedback
+
+    def look(self, sums: Mapping[str, Accumulation | torch.Tensor]) -> None:
+        """Have residual + gradient of some parameters analysed, if that was asked for."""
         if self._analysis is not None:
-            self._analysis.add(piece.name, Magnitudes.of(acc))
-        return acc
+            for name, acc in sums.items():
+                self._analysis.add(name, Magnitudes.of(Accumulation(acc.cpu()) if isinstance(acc, torch.Tensor) else acc))
+
+    def _settle(self) -> None:
+        if self._connected is not None:
+            self._connected.completion.settle()
+            self._densities = self._connected.completion.densities
 
     def watch_gradients(self, *_: object) -> None:
         """To be called before every forward pass of a model with ``gradient_as_bucket_view``: see :meth:`in_place`."""
@@ -262,26 +275,11 @@ class SparseState(Handle):
         """Count the seconds of a block, or of every call of a function that this decorates, under ``name``."""
         return self._counters.timed(name)
 
-    def _complete(self, step: Step) -> None:
-        """All or nothing: every bucket settles its residuals and is filled, or every bucket is spoiled and no residual is touched."""
-        with self.timed("decode_s"):
-            fault = next((fault for flight in step.flights if (fault := flight.fault())), None)
-            audit = Audit(step.flights, self._feedback, good=fault is None) if self._settings.check else None
-            for flight in step.flights:
-                if fault is None:
-                    flight.land(self._feedback)
-                else:
-                    flight.spoil()
-        if audit is not None:
-            audit.verify(self._feedback)
-            self._reduced, self._sums = audit.digests(), audit.sums()
+    def _complete(self, step: Step[Any]) -> None:
         if self._analysis is not None:
             self._analysis.ready, self._analysis = True, None
-        self._agenda.advance(step.flights, announced=step.flags, bad=fault is not None)
-        self._densities |= self._counters.finish_step(step.flights, bad=fault is not None)
         self._step = None
-        if fault is not None and self._settings.on_nonfinite == "raise":
-            raise NonFiniteError(f"step {step.number}: {fault}")
+        self.connect().completion.complete(step)
 
     def give_up(self, error: Exception) -> None:
         """An error in the hook itself: leave no future of the step open."""

@@ -2,18 +2,27 @@
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from gradcomp.ddp.coo import CooFlight
-from gradcomp.ddp.flight import Flight
 from gradcomp.ddp.lastcalls import at_exit_wait_for
 
 T = TypeVar("T")
 
 
-class Step:
+class Aboard(Protocol):
+    """A bucket in flight."""
+
+    @property
+    def result(self) -> torch.Tensor:
+        """What DDP is given once the step has completed."""
+
+
+F = TypeVar("F", bound=Aboard)
+
+
+class Step(Generic[F]):
     """A step is all or nothing: the futures handed to DDP complete together, when the last bucket has been decoded.
 
     Args:
@@ -21,6 +30,8 @@ class Step:
         flags: what this rank announces in its headers.
         flush: whether every residual is sent whole.
         loss_scale: what the step's losses were multiplied by, as far as residuals are not.
+        device: where what is received is worked on by the device, for which the host does not wait: then nothing happens in callbacks,
+            and all of it, on the device's own queue, when the last bucket has been issued.
         complete: called once, on the thread that finds everything decoded, before DDP gets anything; it may raise.
         failed: called once with the step's error, if it has one.
     """
@@ -31,9 +42,10 @@ class Step:
         *,
         flags: int,
         flush: bool,
-        complete: "Callable[[Step], None]",
+        complete: "Callable[[Step[F]], None]",
         failed: Callable[[Exception], None],
         loss_scale: float = 1.0,
+        device: torch.device | None = None,
     ) -> None:
         self.number = number
         self.flags = flags
@@ -43,11 +55,14 @@ class Step:
         """Names of the parameters of its buckets so far."""
         self.at_last = False
         """Whether the bucket at hand is its last."""
-        self.flights: list[Flight | CooFlight] = []
+        self.flights: list[F] = []
         self.error: Exception | None = None
         self._complete = complete
         self._failed = failed
-        self._gate: torch.futures.Future[None] = torch.futures.Future()
+        self._later: list[Callable[[], None]] | None = None if device is None else []
+        # A future of a device makes whoever waits for it wait there, not on the host.
+        devices: list[int | str | torch.device] | None = [device] if device is not None and device.type != "cpu" else None
+        self._gate: torch.futures.Future[None] = torch.futures.Future(devices=devices)
         self._lock = threading.Lock()
         self._pending = 1  # the hook itself, until the last bucket has been issued
         self._open = True
@@ -59,6 +74,9 @@ class Step:
 
     def watch(self, future: torch.futures.Future[T], receive: Callable[[T], None]) -> None:
         """Have ``receive`` called with the future's result; the step waits for it. Its errors become the step's."""
+        if self._later is not None:
+            self._later.append(lambda: receive(future.wait()))
+            return
         with self._lock:
             self._pending += 1
 
@@ -82,7 +100,7 @@ class Step:
         self._let_go()
         self._gate.set_result(None)
 
-    def board(self, flight: Flight | CooFlight, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+    def board(self, flight: F, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
         """Take a bucket's flight, issued in full, into the step.
 
         Returns:
@@ -97,6 +115,11 @@ class Step:
 
         delivered: torch.futures.Future[torch.Tensor] = self._gate.then(open_gate)
         if is_last:
+            try:
+                while self._later:
+                    self._later.pop(0)()
+            except Exception as error:
+                self.fail(error)
             self._done()
         return delivered
 

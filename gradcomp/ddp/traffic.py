@@ -5,11 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gradcomp.ddp.coo import CooFlight
-    from gradcomp.ddp.flight import Flight
+from typing import Any, Protocol
 
 
 def ring_bytes(world_size: int, num_bytes: int) -> int:
@@ -20,6 +16,25 @@ def ring_bytes(world_size: int, num_bytes: int) -> int:
 def gather_bytes(world_size: int, num_bytes: int) -> int:
     """Bytes one rank puts on the wire for an all-gather of ``num_bytes`` a rank: ``(W-1) * B``."""
     return (world_size - 1) * num_bytes
+
+
+class Counted(Protocol):
+    """A bucket of a completed step."""
+
+    plan: Any
+    """Its :class:`~gradcomp.ddp.plan.Plan`."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """What plain DDP would have sent."""
+
+    @property
+    def elements(self) -> int:
+        """Gradient elements reduced."""
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """By parameter, the elements that this rank sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +143,7 @@ class Counters:
         finally:
             self.add(**{name: time.perf_counter() - start})
 
-    def finish_step(self, flights: "Iterable[Flight | CooFlight]", *, bad: bool) -> dict[str, float]:
+    def finish_step(self, flights: Iterable[Counted], *, bad: bool) -> dict[str, float]:
         """Count a completed step of these buckets; by parameter, the fraction of it that was sent."""
         sparse = 0
         densities: dict[str, float] = {}

@@ -47,11 +47,16 @@ def test_corrected_momentum_is_the_hooks_and_not_the_optimizers():
     net = torch.nn.Linear(40, 40)
     assert bench_accuracy.optimizer_of("dgc", net, 0.1, 8).defaults["momentum"] == 0
     assert bench_accuracy.optimizer_of("sgd", net, 0.1, 8).defaults["momentum"] == 0.9
+    assert bench_accuracy.optimizer_of("sgd-0.5", net, 0.1, 8).defaults["momentum"] == 0.5
+    assert bench_accuracy.optimizer_of("dgc-0.5", net, 0.1, 8).defaults["momentum"] == 0
+    with pytest.raises(ValueError, match=r"only sgd and dgc have a momentum, got adamw-0\.5"):
+        bench_accuracy.optimizer_of("adamw-0.5", net, 0.1, 8)
     for exchange in ("dense", "fp16", "powersgd-1"):  # which would have no momentum at all
         with pytest.raises(ValueError, match=f"got dgc:{exchange}"):
             bench_accuracy.hook_of("dgc", exchange, 10)
-    for kind, momentum in (("dgc", 0.9), ("sgd", 0.0)):
+    for kind, momentum in (("dgc", 0.9), ("dgc-0.5", 0.5), ("sgd", 0.0), ("sgd-0.5", 0.0)):
         workers = Workers(net, 2, bench_accuracy.hook_of(kind, "topk-0.1-fp32", 10))
+        assert workers.handles[0].settings.momentum == momentum
         workers.step([torch.ones(1, 40)] * 2, lambda net, batch: net(batch).sum())
         assert bool(workers.handles[0].velocity("weight").any()) == bool(momentum)
 

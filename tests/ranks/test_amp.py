@@ -65,6 +65,7 @@ def skipped(rank, bad, count, name):
     return scales, {key: weights[key] - handle.residual(key) for key in weights}, handle.traffic.bad_steps
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["w", "v", "d"])
 @pytest.mark.parametrize("count", [1, 2])
@@ -94,6 +95,7 @@ def rescaled(rank, with_scaler):
     return seen, handle.residual("w").tolist()
 
 
+@pytest.mark.usefixtures("either_device")
 def test_9_a_residual_keeps_its_worth_when_the_loss_scale_changes():
     for seen, left in run_ranks(2, rescaled, True):
         assert seen == [[0, 0], [pytest.approx(0.4), 0]]
@@ -141,6 +143,7 @@ def scaled_or_not(rank, rule, values, scales, dtype):
     return sum(int(residual.count_nonzero()) for residual in runs[1][-1][1].values())
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("values", ["fp32", "bf16", "fp16", "int8", "sign"])
 @pytest.mark.parametrize("rule", sorted(AMP_RULES))
 def test_a_loss_scale_changes_nothing_but_the_units(rule, values):
@@ -148,6 +151,7 @@ def test_a_loss_scale_changes_nothing_but_the_units(rule, values):
     assert all(pending > 0 for pending in run_ranks(2, scaled_or_not, rule, values, scales, torch.float32))
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_loss_scale_and_gradients_of_other_dtypes(dtype):
     assert all(pending > 0 for pending in run_ranks(2, scaled_or_not, "topk", "fp32", [4.0, 8.0, 2.0, 1.0, 16.0, 4.0], dtype))
@@ -168,6 +172,7 @@ def odd_scale(rank):
     return total, local, handle.residual("w").double()
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_loss_scale_that_is_no_power_of_two_loses_only_roundings():
     results = run_ranks(2, odd_scale)
     exact = sum(local for _, local, _ in results) / 2
@@ -190,6 +195,7 @@ def growing_scale(rank):
     return scales, -model.module.w.detach(), handle.residual("w")
 
 
+@pytest.mark.usefixtures("either_device")
 def test_growth_and_backoff_with_something_pending():
     results = run_ranks(2, growing_scale)
     pending = sum(residual for _, _, residual in results) / 2
@@ -217,6 +223,7 @@ def overflowing(rank, kind):
     return total, handle.residual("w").double(), handle.traffic.bad_steps, scaler.get_scale(), 6 * local.double()
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("kind", ["sum", "scale"])
 def test_what_overflows_only_together_saturates_and_waits(kind):
     for total, residual, bad_steps, scale, exact in run_ranks(2, overflowing, kind):
@@ -255,6 +262,7 @@ def autocast(rank, way):
     return applied, local, {name: handle.residual(name).double() for name in names}
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("way", ["scaled", "disabled"])
 def test_bf16_autocast_loses_nothing(way):
     results = run_ranks(2, autocast, way)
@@ -273,6 +281,7 @@ def different_scalers(rank):
     return True
 
 
+@pytest.mark.usefixtures("either_device")
 def test_ranks_with_different_scalers_are_told():
     assert run_ranks(2, different_scalers) == [True, True]
 
@@ -297,5 +306,6 @@ def clipped_like_plain(rank):
     return all(torch.equal(ours, theirs) for ours, theirs in zip(models[0].parameters(), models[1].parameters()))
 
 
+@pytest.mark.usefixtures("either_device")
 def test_dense_with_a_scaler_is_plain_ddp():
     assert run_ranks(2, clipped_like_plain) == [True, True]

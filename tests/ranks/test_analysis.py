@@ -45,6 +45,7 @@ def analysed(rank):
     return cost > 0
 
 
+@pytest.mark.usefixtures("either_device")
 def test_an_analysis_describes_the_next_step():
     assert run_ranks(2, analysed) == [True, True]
 

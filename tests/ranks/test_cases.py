@@ -30,6 +30,7 @@ def follow(rank, ddp, rows):
     return seen
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": 1e-6}, {"static_graph": True}, {"bucket_cap_mb": 1e-6, "static_graph": True}])
 def test_1_residuals_follow_their_parameters(ddp):
     for seen in run_ranks(2, follow, ddp, [(0.4, 0.0), (0.0, 0.2), (0.2, 0.0), (0.0, 0.4)]):
@@ -58,6 +59,7 @@ def rebuilt(rank, ddp):
     return sums, {name: handle.residual(name) for name in sums}, local, handle.traffic.steps
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize(
     "ddp", [{"bucket_cap_mb": 0.003}, {"bucket_cap_mb": 0.003, "static_graph": True}, {"gradient_as_bucket_view": True}]
 )
@@ -83,11 +85,13 @@ def mean_of(rank, rows, rule, dtype, values, fallback):
     return seen, handle.traffic
 
 
+@pytest.mark.usefixtures("either_device")
 def test_4_shared_indices_add_up():
     for seen, _ in run_ranks(2, mean_of, [[[2, 0.1], [4, 6]]], gradcomp.Threshold(0.5), torch.float32, "fp32", "never"):
         assert seen[0][0] == [3, 3]
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("fallback", ["dense", "never"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_5_nothing_selected_on_some_or_all_ranks(world_size, fallback):
@@ -100,6 +104,7 @@ def test_5_nothing_selected_on_some_or_all_ranks(world_size, fallback):
         assert seen[1][1] == ([0.375, 0.375] if rank == 0 else [0, 0.125])
 
 
+@pytest.mark.usefixtures("either_device")
 def test_11_each_rank_selects_another_number():
     rows = [[[1.0] * (2 + 3 * rank) + [0.125] * (12 - 2 - 3 * rank) for rank in range(4)]]
     for seen, _ in run_ranks(4, mean_of, rows, gradcomp.Threshold(0.5), torch.float32, "fp32", "never"):
@@ -107,6 +112,7 @@ def test_11_each_rank_selects_another_number():
         assert seen[0][0] == expected
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize(("world_size", "mean"), [(1, 1.0), (2, 1.5), (4, 2.5)])
 def test_13_the_mean_at_density_one(world_size, mean):
     rows = [[[rank + 1.0] * 5 for rank in range(world_size)]] * 3
@@ -115,6 +121,7 @@ def test_13_the_mean_at_density_one(world_size, mean):
             assert [step[0] for step in seen] == [[mean] * 5] * 3
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("fallback", ["dense", "never"])
 @pytest.mark.parametrize("rule", [gradcomp.TopK(1.0), gradcomp.Threshold(0.5), gradcomp.TopK(0.5)])
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -138,6 +145,7 @@ def many_buckets(rank):
     return handle.traffic.steps
 
 
+@pytest.mark.usefixtures("either_device")
 def test_10_many_small_buckets_finish():
     assert run_ranks(4, many_buckets, timeout_s=60) == [20] * 4
 
@@ -164,6 +172,7 @@ def registered_by(rank, way):
     )
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("way", ["register", "plain", "wrapped"])
 def test_12_every_documented_registration(way):
     for name, steps, ratio, pending in run_ranks(2, registered_by, way):
@@ -193,6 +202,7 @@ def test_12_a_state_built_before_the_process_group(tmp_path):
 # 16, 21, 29, 30: what is small, and what does not pay
 
 
+@pytest.mark.usefixtures("either_device")
 def test_16_a_tiny_bias_sends_at_least_one():
     rows = [[[0.25, 4.0, 0.5]] * 2]
     for seen, _ in run_ranks(2, mean_of, rows, gradcomp.TopK(0.001), torch.float32, "fp32", "never"):
@@ -202,6 +212,7 @@ def test_16_a_tiny_bias_sends_at_least_one():
         assert seen[0][0][0] == 4
 
 
+@pytest.mark.usefixtures("either_device")
 def test_21_density_one_costs_what_plain_ddp_costs():
     rows = [[[float(rank)] * 5000 for rank in range(4)]] * 4
     for _, traffic in run_ranks(4, mean_of, rows, gradcomp.TopK(1.0), torch.float32, "bf16", "dense"):
@@ -281,6 +292,7 @@ def returned(rank, dtype):
     return isinstance(future, torch._C.Future), isinstance(value, torch.Tensor), value.dtype == dtype, value.shape == (size,)
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_24_a_future_of_one_whole_tensor(dtype):
     assert run_ranks(2, returned, dtype) == [(True, True, True, True)] * 2
@@ -314,6 +326,7 @@ def empty_parameters(rank, rule):
     return grads["w"].tolist(), grads["e"].shape, grads["s"].item(), handle.residual("e").shape
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("rule", [gradcomp.TopK(1.0), gradcomp.TopK(0.999), gradcomp.Threshold(0.5), gradcomp.Dense()])
 def test_parameters_without_elements(rule):
     assert run_ranks(2, empty_parameters, rule) == [([1.5] * 4, torch.Size([3, 0]), 1.0, torch.Size([3, 0]))] * 2
@@ -334,6 +347,7 @@ def on_subgroup(rank, way):
     return grads["w"].tolist(), grads["v"].unique().tolist(), handle.traffic.world_size
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("way", ["register", "wrapped", "group"])
 def test_subgroups(way):
     results = run_ranks(4, on_subgroup, way)
@@ -363,6 +377,7 @@ def unused(rank, fallback, action):
     return pending, handle.state_dict()["removed"]
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("action", ["", "flush", "remove"])
 @pytest.mark.parametrize("fallback", ["dense", "never"])
 def test_7_unused_parameters_keep_their_residual(fallback, action):
@@ -384,6 +399,7 @@ def unused_here(rank):
     return seen, handle.residual("c").tolist()
 
 
+@pytest.mark.usefixtures("either_device")
 def test_7_a_parameter_unused_on_one_rank_receives_the_others():
     first, second = run_ranks(2, unused_here)
     assert first[0] == second[0] == [[1, 0], [1, 0], [2, 0]]
@@ -411,6 +427,7 @@ def accumulated(rank):
     return history, handle.traffic.steps
 
 
+@pytest.mark.usefixtures("either_device")
 def test_accumulation_under_no_sync_is_one_step():
     results = run_ranks(2, accumulated)
     shapes = {name: grad.shape for name, grad in results[0][0][0][0].items()}
@@ -440,6 +457,7 @@ def mixed_dtypes(rank):
     return out, local, {name: handle.residual(name).double() for name in dtypes}
 
 
+@pytest.mark.usefixtures("either_device")
 def test_28_mixed_dtypes_keep_theirs_and_lose_nothing():
     results = run_ranks(2, mixed_dtypes)
     for name, out in results[0][0].items():

@@ -32,6 +32,7 @@ def train(rank, rule, values, steps):
     return history, weights, handle.traffic
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize(("rule", "values", "world_size"), CASES)
 def test_against_the_oracle_bit_for_bit(rule, values, world_size):
     steps = 5
@@ -72,6 +73,7 @@ def twins(rank, rule, values, world_size, options, steps, set_to_none=True):
     return None, handle.traffic
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"bucket_cap_mb": 25}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("rule", [gradcomp.TopK(density=1.0), gradcomp.Dense()])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -85,6 +87,7 @@ def test_density_one_with_fp32_is_plain_ddp(rule, world_size, options):
         assert traffic.dense_bytes <= traffic.sent_bytes <= traffic.dense_bytes + 40 * 16 * (world_size - 1)
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_density_one_is_plain_ddp_where_gradients_are_bucket_views(world_size):
     """Plain DDP divides by W what accumulated in its bucket, and multiplies the rest by 1/W: at three ranks the bits tell."""
@@ -103,6 +106,7 @@ def dense_default(rank):
     return {name: int(handle.residual(name).count_nonzero()) for name in names}, handle.traffic
 
 
+@pytest.mark.usefixtures("either_device")
 def test_small_and_one_dimensional_parameters_are_dense_by_default():
     for residuals, traffic in run_ranks(2, dense_default):
         assert {name for name in residuals if residuals[name] > 1000} == {"embed.weight", "conv.weight", "hidden.weight", "head.weight"}

@@ -52,6 +52,7 @@ def run_with_faults(rank, rule, values, name, value, bad_steps, bad_rank):
     return traffic.bad_steps
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("name", ["a", "b", "c", "d"])
 @pytest.mark.parametrize("rule", ["topk", "function"])
@@ -73,6 +74,7 @@ def infinite_beside_large(rank):
     return before.tolist(), handle.residual("w").tolist(), all(bool(g.isnan().all()) for g in spoiled.values())
 
 
+@pytest.mark.usefixtures("either_device")
 def test_3_residuals_are_bit_identical_after_an_infinite_gradient():
     quiet, loud = run_ranks(2, infinite_beside_large)
     assert quiet == ([0, 0], [0, 0], True)
@@ -97,6 +99,7 @@ def every_third(data, mask):
     mask.copy_(data.abs() > 150_000)
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("action", ["", "flush", "remove"])
 @pytest.mark.parametrize("values", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize("rule", [every_third, gradcomp.TopK(0.25)])
@@ -118,6 +121,7 @@ def reciprocal_of_zero(rank):
     return seen, bool(handle.residual("w").isfinite().all())
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_residual_that_would_overflow_fp32_makes_a_bad_step_and_no_warning():
     assert run_ranks(2, reciprocal_of_zero) == [([False, True, False], True)] * 2
 
@@ -190,6 +194,7 @@ def with_unhashable(rank):
     return handle.traffic.steps
 
 
+@pytest.mark.usefixtures("either_device")
 def test_any_object_can_be_a_rule():
     assert run_ranks(2, with_unhashable) == [1, 1]
 
@@ -197,6 +202,7 @@ def test_any_object_can_be_a_rule():
 TOPK = gradcomp.TopK(0.01)
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize(
     ("rules", "options", "words"),
     [
@@ -289,5 +295,6 @@ def failing(rank):
     return type(handle.last_error)
 
 
+@pytest.mark.usefixtures("either_device")
 def test_an_error_in_a_rule_reaches_the_user():
     assert run_ranks(2, failing) == [gradcomp.GradcompError] * 2

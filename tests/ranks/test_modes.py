@@ -121,6 +121,7 @@ def complex_gradients(rank, rule, view):
     return out, local, {name: torch.view_as_complex(handle.residual(name)) for name in out}
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("rule", [gradcomp.TopK(0.1), gradcomp.Threshold(6.0), gradcomp.Dense()])
 def test_complex_parameters_lose_nothing(rule, view):
@@ -154,6 +155,7 @@ def joined(rank, divide, empty_first):
     return handle.traffic, applied, local, {name: handle.residual(name).double() for name in shapes}
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("divide", [True, False])
 @pytest.mark.parametrize("empty_first", [False, True])
 def test_15_join_with_uneven_inputs(divide, empty_first):
@@ -189,6 +191,7 @@ def several(rank, view, passes):
     return applied, local, {name: handle.residual(name).double() for name in shapes}, handle.traffic.steps
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("passes", [2, 3])
 def test_several_synchronised_backward_passes_before_one_optimizer_step(passes, view):
@@ -291,6 +294,7 @@ def frozen_in_place(rank):
     return held, reduced(model, {"a": T([1.0, 2, 3, 4]), "b": T([3.0, 0, 0, 0])})["b"].tolist()
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_parameter_frozen_in_place_keeps_its_residual():
     assert run_ranks(2, frozen_in_place) == [([1, 2, 0, 0], [4, 2, 0, 0])] * 2
 
@@ -314,6 +318,7 @@ def alternating(rank, fallback, values):
     return total, local, {name: handle.residual(name).double() for name in shapes}
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("values", ["fp32", "bf16"])
 @pytest.mark.parametrize("fallback", ["dense", "never"])
 def test_7_parameters_unused_on_alternating_steps_lose_nothing(fallback, values):
@@ -335,6 +340,7 @@ def quiet_in_a_static_graph(rank):
     return seen
 
 
+@pytest.mark.usefixtures("either_device")
 def test_7_a_static_graph_keeps_what_waits_for_a_gradient():
     expected = [([2, 0], [0, 0.875]), ([0, 0], [0, 0.875]), ([0, 0], [0, 0.875]), ([0, 1], [0, 0])]
     assert run_ranks(2, quiet_in_a_static_graph) == [expected] * 2
@@ -373,6 +379,7 @@ def tied(rank):
     return out, local, {name: handle.residual(name).double() for name in out}
 
 
+@pytest.mark.usefixtures("either_device")
 def test_shared_parameters_have_one_residual():
     results = run_ranks(2, tied)
     assert set(results[0][0]) == {"embed.weight", "twice.weight", "twice.bias"}

@@ -20,6 +20,7 @@ def train(rank, rule, values, steps):
     return recorded(rank, steps, rule, values, optimizers=0.0, momentum=0.5)[2]
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize(
     ("rule", "values", "world_size"),
     [("topk", "fp32", 2), ("topk", "sign", 4), ("topk", "bf16", 1), ("threshold", "bf16", 2), ("threshold", "int8", 4)],
@@ -73,6 +74,7 @@ def one_coordinate(rank, momentum):
     return means, handle.residual("a").tolist(), handle.velocity("a").tolist()
 
 
+@pytest.mark.usefixtures("either_device")
 def test_by_hand():
     means, residual, velocity = run_ranks(2, one_coordinate, 0.5)[0]
     # First element: u = 4 goes, and u stops (factor masking). Then u = 1, 1.5 and the residual is 1, 2.5: above the threshold.
@@ -125,6 +127,7 @@ def disturbed(rank, trouble):
     return before, third, {name: (handle.residual(name), handle.velocity(name)) for name in shapes}, draws[2]
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_bad_step_changes_no_velocity():
     for before, third, after, _ in run_ranks(2, disturbed, "nan"):
         assert all(bool(grad.isnan().all()) for grad in third.values())
@@ -133,6 +136,7 @@ def test_a_bad_step_changes_no_velocity():
         assert bool(before["a"][1].any())
 
 
+@pytest.mark.usefixtures("either_device")
 def test_what_no_rank_uses_rests():
     for before, third, after, _ in run_ranks(2, disturbed, "unused"):
         for name in ("b", "c"):
@@ -143,6 +147,7 @@ def test_what_no_rank_uses_rests():
         assert not torch.equal(before["a"][1], after["a"][1])
 
 
+@pytest.mark.usefixtures("either_device")
 def test_what_one_rank_does_not_use_goes_on_there():
     before, _, after, _ = run_ranks(2, disturbed, "unused on one")[1]
     kept = after["c"][1] != 0  # all but what was sent
@@ -168,6 +173,7 @@ def scaled_run(rank, scales):
     return means, {name: (handle.residual(name), handle.velocity(name)) for name in shapes}
 
 
+@pytest.mark.usefixtures("either_device")
 def test_velocities_are_in_unscaled_units():
     for (means, held), (scaled_means, scaled_held) in zip(run_ranks(2, scaled_run, [1] * 4), run_ranks(2, scaled_run, [4, 4, 2, 8])):
         for mean, scaled_mean in zip(means, scaled_means):
@@ -210,6 +216,7 @@ def resumed(rank, folder, how):
     return all(torch.equal(a[name], b[name]) for a, b in zip(expected, found) for name in a)
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("how", ["state_dict", "folder", "pickle"])
 def test_resume_is_exact(tmp_path, how):
     assert run_ranks(2, resumed, tmp_path / "state", how) == [True, True]
@@ -336,6 +343,7 @@ def conserving(rank, action, options, quiet):
     return given, applied, left, removed_at
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("quiet", [None, ((1,), 2), ((0, 1), 0), ((0, 1), 2)])  # the ranks that have no gradient of "a", and from when on
 @pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.02}, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize("action", ["", "flush", "remove"])
@@ -414,6 +422,7 @@ def frozen(rank):
     return float(model.module.b.grad.abs().max()), bool(model.module.a.grad.isfinite().all())
 
 
+@pytest.mark.usefixtures("either_device")
 def test_what_is_frozen_gets_no_momentum():
     for largest, finite in run_ranks(2, frozen):
         assert largest < 100

@@ -41,6 +41,7 @@ def conserve(rank, rule, values, dtype, action, steps, world_size, at=3):
     return totals, {name: handle.residual(name) for name in shapes}, pending, handle.traffic
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("action", ["", "flush", "remove"])
 @pytest.mark.parametrize(
     ("rule", "values"), [("topk", "fp32"), ("topk", "bf16"), ("threshold", "bf16"), ("threshold", "fp16"), ("topk", "int8")]
@@ -69,6 +70,7 @@ def test_nothing_is_lost_over_a_run(world_size, rule, values, action):
             assert traffic.sparse_parameters == 0
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("values", ["fp32", "bf16"])
 @pytest.mark.parametrize("action", ["flush", "remove"])
 def test_a_flush_keeps_what_ddp_may_throw_away(action, values):
@@ -87,6 +89,7 @@ def test_a_flush_keeps_what_ddp_may_throw_away(action, values):
             assert pending[5] > pending[4], "one flush, and it is over"
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_flush_of_half_precision_leaves_nothing():
     for _, _, pending, traffic in run_ranks(2, conserve, RULES["topk"], "bf16", torch.bfloat16, "flush", 7, 2):
         assert pending[5] == 0
@@ -104,6 +107,7 @@ def flushed_fp64(rank, action):
     return total, local, handle.residual("a").double(), handle.state_dict()["removed"]
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("action", ["flush", "remove"])
 def test_fp64_gradients_flush(action):
     results = run_ranks(2, flushed_fp64, action)
@@ -125,6 +129,7 @@ def growing_half(rank, dtype):
     return total, handle.residual("a")[0, 0].item(), handle.traffic.bad_steps, handle.state_dict()["removed"]
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_half_precision_residuals_beyond_the_range_drain(world_size):
     """Through the ring too, where W roundings of a W-th could add up to infinity; and a removal waits for the last of it."""
@@ -144,6 +149,7 @@ def unused_for_ever(rank):
     return handle.state_dict()["removed"]
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_removal_does_not_wait_for_a_parameter_that_owes_nothing():
     assert run_ranks(2, unused_for_ever) == [True, True]
 
@@ -157,6 +163,7 @@ def removed_in_a_dense_phase(rank):
     return handle.state_dict()["removed"]
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.filterwarnings("ignore:gradcomp. warmup_steps")
 def test_an_announcement_waits_for_a_header():
     assert run_ranks(2, removed_in_a_dense_phase) == [True, True]
@@ -181,6 +188,7 @@ def loaded_over(rank):
     return handle.densities["a"]
 
 
+@pytest.mark.usefixtures("either_device")
 def test_loading_over_a_running_hook():
     assert run_ranks(2, loaded_over) == [0.25, 0.25]
 
@@ -210,6 +218,7 @@ def straight_or_resumed(rank, rule, resumed):
     return [p.detach() for p in model.parameters()], {name: handle.residual(name) for name, _ in model.module.named_parameters()}
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_6_resume_is_exact(rule):
     straight, resumed = run_ranks(2, straight_or_resumed, rule, False), run_ranks(2, straight_or_resumed, rule, True)
@@ -286,6 +295,7 @@ def strided(rank):
     return {name: (grad, handle.residual(name), p.grad) for name, grad, p in zip(names, local, net.parameters())}
 
 
+@pytest.mark.usefixtures("either_device")
 def test_residuals_have_the_shape_of_channels_last_parameters():
     for name, (grad, residual, mean) in (ours := run_ranks(2, strided))[0].items():
         sent = grad - residual
@@ -320,6 +330,7 @@ def turned(rank):
     return left, residuals
 
 
+@pytest.mark.usefixtures("either_device")
 def test_residuals_follow_a_change_of_memory_order():
     results = run_ranks(2, turned)
     for name in results[0][0]:
@@ -339,6 +350,7 @@ def half_default(rank):
     return (sums + handle.residual("w").double() - 3 * grad.double()).abs().max().item()
 
 
+@pytest.mark.usefixtures("either_device")
 def test_the_default_dtype_does_not_leak_into_residuals():
     assert max(run_ranks(2, half_default)) < 1e-6
 
@@ -356,6 +368,7 @@ def cast_after(rank):
     return all(torch.equal(ours.grad, theirs.grad) for ours, theirs in zip(hooked.parameters(), plain.parameters()))
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_network_cast_after_its_state_was_made_loses_nothing():
     assert run_ranks(2, cast_after) == [True, True]
 
@@ -370,6 +383,7 @@ def hand_count(rank, world_size):
     return handle.traffic
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_counted_bytes_equal_a_hand_count(world_size):
     sizes = {name: p.numel() for name, p in Mixed().named_parameters()}

@@ -24,6 +24,7 @@ def densities(rank, options):
     return seen
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -54,6 +55,7 @@ def against_oracle(rank):
     return history
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_warm_up_loses_nothing():
     results = run_ranks(2, against_oracle)
     shapes = {name: grad.shape for name, grad in results[0][0][0].items()}
@@ -87,6 +89,7 @@ def resumed(rank):
     return all(torch.equal(x, y) for name in runs[0] for x, y in zip(runs[0][name], runs[1][name]))
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_warm_up_resumes_where_it_was():
     assert run_ranks(2, resumed) == [True, True]
 

@@ -1,0 +1,172 @@
+"""What is different where gradients are on a device: the host learns two steps later. On the CPU, over the path of CUDA tensors."""
+
+import pytest
+import torch
+from nets import given_ddp, loss_of, mixed_ddp, recorded, reduced, register, tokens
+from ranks import run_ranks
+
+import gradcomp
+
+
+def train(rank, rule, values, options):
+    model, handle, history = recorded(rank, 6, rule, values, optimizers=0.0, **options)
+    traffic = handle.traffic
+    bytes_of = (traffic.steps, traffic.dense_bytes, traffic.payload_bytes, traffic.sent_bytes, traffic.received_bytes, traffic.density)
+    return history, handle.state_dict(), handle.densities, bytes_of, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"warmup_steps": 4}])
+@pytest.mark.parametrize(
+    ("rule", "values", "world_size"),
+    [
+        (gradcomp.TopK(0.05), "bf16", 2),
+        (gradcomp.TopK(0.02), "int8", 4),
+        (gradcomp.Threshold(0.01), "fp16", 3),
+        (gradcomp.Threshold(0.002), "fp32", 1),
+        (gradcomp.Dense(), "sign", 2),
+    ],
+)
+def test_a_run_is_the_same_on_both_paths(rule, values, world_size, options):
+    if "warmup_steps" in options and not isinstance(rule, gradcomp.TopK):
+        options = {"warmup_steps": 0}
+    host = run_ranks(world_size, train, rule, values, {"check": False, **options})
+    device = run_ranks(world_size, train, rule, values, options, on_device=True)
+    for (history, state, *counted, weights), (other, other_state, *also_counted, other_weights) in zip(host, device):
+        assert counted == also_counted
+        for key in ("step", "capacity", "announce", "flush_at", "remove_at", "removed"):
+            assert state[key] == other_state[key], key
+        for kind in ("residual", "velocity"):
+            assert state[kind].keys() == other_state[kind].keys()
+            assert all(torch.equal(state[kind][name], other_state[kind][name]) for name in state[kind])
+        for before, after in zip(history, other):
+            assert all(torch.equal(before["reduced"][name], after["reduced"][name]) for name in before["reduced"])
+        assert all(map(torch.equal, weights, other_weights))
+
+
+def signs(rank):
+    """Sums of magnitudes are in another order: exact here, where they are small integers."""
+    model, handle = given_ddp({"a": torch.zeros(40, 40), "b": torch.zeros(30, 50)}, gradcomp.TopK(0.03), "sign")
+    seen = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        grads = {name: torch.randint(-512, 512, p.shape, generator=generator).float() for name, p in model.module.named_parameters()}
+        seen.append(reduced(model, grads))
+    return seen, handle.residual("a"), handle.residual("b")
+
+
+def test_sign_values_are_the_same_on_both_paths():
+    for (seen, *residuals), (other, *others) in zip(run_ranks(2, signs), run_ranks(2, signs, on_device=True)):
+        assert all(map(torch.equal, residuals, others))
+        assert all(torch.equal(grads[name], also[name]) for grads, also in zip(seen, other) for name in grads)
+
+
+def raising(rank, name, early):
+    parameters = {"a": torch.zeros(40, 40), "b": torch.zeros(7), "d": torch.zeros(9000)}
+    overrides = {"b": gradcomp.Dense(), "d": gradcomp.Dense(), "*": gradcomp.TopK(0.05)}
+    ddp = {"bucket_cap_mb": 0.005}
+    model, handle = given_ddp(parameters, None, "bf16", overrides=overrides, ddp=ddp, on_nonfinite="raise", fallback="never")
+    for step in range(5):
+        grads = {key: torch.full(like.shape, 1.0 + rank) for key, like in parameters.items()}
+        if step == 1 and rank == 1:
+            grads[name].view(-1)[3] = float("nan")
+        if step == 3:
+            with pytest.raises(gradcomp.NonFiniteError, match=rf"step 1: .*{name}"):
+                reduced(model, grads)
+            return type(handle.last_error).__name__, handle.traffic.steps, handle.traffic.bad_steps
+        found = reduced(model, grads)
+        assert all(bool(grad.isnan().all()) == (step == 1) for grad in found.values())
+        if early and rank == 0:
+            assert handle.traffic.bad_steps == int(step >= 1)
+    return None
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", ["a", "b", "d"])
+def test_an_error_comes_two_steps_later_on_every_rank(name, early):
+    assert run_ranks(2, raising, name, early, on_device=True) == [("NonFiniteError", 3, 1)] * 2
+
+
+def flushing(rank, action):
+    """Which steps flush, where the first that should is a bad one: by what is left of a residual afterwards."""
+    model, handle = given_ddp({"a": torch.zeros(40, 40), "b": torch.zeros(7)}, gradcomp.TopK(0.05), "bf16", fallback="never")
+    left = []
+    for step in range(9):
+        if step == 1 and rank == 1:
+            getattr(handle, action)()
+        grads = {"a": torch.randn(40, 40, generator=torch.Generator().manual_seed(10 * step + rank)), "b": torch.ones(7)}
+        if step == 3 and rank == 0:
+            grads["b"][0] = float("inf")
+        reduced(model, grads)
+        left.append(bool(handle.residual("a").any()))
+        if rank == 0:
+            handle.traffic  # noqa: B018  # one rank learns early: nothing may come of it
+    return left
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("action", ["flush", "remove"])
+def test_what_failed_is_tried_again_on_all_ranks_alike(action, on_device):
+    # Asked for in step 1, so due in step 3, which is bad: again at once, or as soon as all ranks know of it.
+    again = 5 if on_device and action == "flush" else 4
+    for left in run_ranks(2, flushing, action, on_device=on_device):
+        assert left.index(False) == again
+        assert all(left[again + 1 :]) if action == "flush" else not any(left[again:])
+
+
+def rebuilt(rank):
+    """The ranks agree on a layout while one of them knows more of the steps before than the other."""
+    model = mixed_ddp()
+    handle = register(model, gradcomp.Threshold(0.01), fallback="never")
+    for step in range(5):
+        model.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+        if rank == 1:
+            handle.traffic  # noqa: B018
+        if step == 2:
+            handle.flush()
+    return handle.traffic.steps, sorted(handle.state_dict()["capacity"].items())
+
+
+def test_ranks_that_know_more_agree_with_those_that_know_less():
+    first, second = run_ranks(2, rebuilt, on_device=True)
+    assert first == second
+    assert first[0] == 5
+
+
+def saved(rank, steps):
+    handle = recorded(rank, steps, gradcomp.Threshold(0.01), "bf16", optimizers=0.0)[1]
+    return handle.state_dict()
+
+
+def resumed(rank, states, more):
+    model = mixed_ddp()
+    handle = register(model, overrides={"*": gradcomp.Threshold(0.01)}, values="bf16", fallback="never")
+    handle.load_state_dict(states[rank])
+    for step in range(more):
+        model.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+    return {name: p.grad for name, p in model.module.named_parameters()}, handle.state_dict()
+
+
+def test_a_state_goes_from_one_path_to_the_other():
+    states = run_ranks(2, saved, 3)
+    ends = [run_ranks(2, resumed, states, 4, on_device=on_device) for on_device in (False, True)]
+    for (grads, state), (others, other) in zip(*ends):
+        assert all(torch.equal(grads[name], others[name]) for name in grads)
+        assert all(torch.equal(state["residual"][name], other["residual"][name]) for name in state["residual"])
+        assert state["capacity"] == other["capacity"]
+
+
+def refused(rank):
+    model = mixed_ddp()
+    with pytest.raises(ValueError, match="check must be False"):
+        gradcomp.register(model, check=True)
+    table = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(50, 8, sparse=True))
+    gradcomp.register(table)
+    with pytest.raises(ValueError, match=r"gradient of weight must be dense on cpu"):
+        table(torch.arange(3)).sum().backward()
+    return True
+
+
+def test_what_it_cannot_do_is_refused():
+    assert run_ranks(1, refused, on_device=True) == [True]
