@@ -65,6 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--lr", type=float, help="peak learning rate; 0.006, for sgd 0.3, if not given")
     add("--clip", type=float, default=1.0, help="largest norm of the reduced gradient; 0 for no clipping (1)")
+    add("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: a GPU a rank, over NCCL, or shared, over gloo (cpu)")
     add("--seed", type=int, default=0, help="of weights and data (0)")
     add("--validate-every", type=int, default=0, help="steps from one validation loss in the curve to the next; 0 for none (0)")
     add("--target-loss", type=float, help="stop at the first of these validation losses that is at most this")
@@ -88,6 +89,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if getattr(args, field) < low:
             parser.error(f"--{field.replace('_', '-')} must be at least {low}, got {getattr(args, field)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device, and torch finds none")
     if args.d_model % 32:
         parser.error(f"--d-model must be a multiple of 32, got {args.d_model}")
     if args.data is not None and not args.data.exists():
@@ -192,7 +195,7 @@ def batch_of(text: torch.Tensor, args: argparse.Namespace, *seed: int) -> torch.
     """Random sequences: int64 [batch, context + 1]. Drawn anew from the seed, so that a resumed run sees what it would have seen."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
     starts = torch.randint(len(text) - args.context - 1, (args.batch,), generator=generator)
-    return text[starts[:, None] + torch.arange(args.context + 1)]
+    return text[(starts[:, None] + torch.arange(args.context + 1)).to(text.device)]
 
 
 def validate(model: nn.Module, text: torch.Tensor, args: argparse.Namespace) -> float:
@@ -200,7 +203,7 @@ def validate(model: nn.Module, text: torch.Tensor, args: argparse.Namespace) -> 
     batches = [batch_of(text, args, 1, number) for number in range(16)]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with torch.no_grad():
-        total = sum((model(batch) for batch in batches[rank::world_size]), torch.zeros(()))
+        total = sum((model(batch) for batch in batches[rank::world_size]), torch.zeros((), device=text.device))
     dist.all_reduce(total)
     return float(total) / len(batches)
 
@@ -248,7 +251,7 @@ class Meter:
         }
 
 
-SECONDARY = {"report", "json", "name", "checkpoint", "checkpoint_every", "resume", "analyze", "validate_every", "target_loss"}
+SECONDARY = {"report", "json", "name", "checkpoint", "checkpoint_every", "resume", "analyze", "validate_every", "target_loss", "device"}
 """Arguments that may change from a checkpoint to its resumption."""
 
 
@@ -280,7 +283,7 @@ class Checkpoints:
         dist.broadcast_object_list(found)  # rank 0 decides
         if found[0] is None:
             return []
-        saved = torch.load(found[0], weights_only=True)
+        saved = torch.load(found[0], weights_only=True, map_location="cpu")
         other = {key: was for key, was in saved["config"].items() if was != self.config.get(key)}
         if other:
             was = ", ".join(f"--{key.replace('_', '-')} {value}" for key, value in other.items())
@@ -301,12 +304,12 @@ def reached(curve: list[dict[str, Any]], target: float | None) -> bool:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the record of the run."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    text = read_text(args.data)
+    text = read_text(args.data).to(args.device)
     split = int(0.9 * len(text))
     if len(text) - split <= args.context + 1:
         raise SystemExit(f"--data has {len(text)} bytes; a context of {args.context} needs at least {10 * (args.context + 2)}")
     torch.manual_seed(args.seed)
-    net = ByteModel(args.d_model, args.layers, args.context)
+    net = ByteModel(args.d_model, args.layers, args.context).to(args.device)
     # torch's PowerSGD hook crosses its collectives on gloo when there are several buckets.
     model = DistributedDataParallel(net, bucket_cap_mb=4096 if args.hook == "powersgd" else 1)
     meter = Meter(args, model)
@@ -395,10 +398,15 @@ def main(argv: list[str] | None = None) -> None:
     """Run under torchrun; alone it trains with one rank."""
     args = parse(argv)
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    backend = "gloo"
+    if args.device == "cuda":
+        local, ranks_here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.cuda.set_device(local % torch.cuda.device_count())
+        backend = "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"  # NCCL refuses two ranks on one GPU
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     record = train(args)
     if dist.get_rank() == 0:
         for wanted, write in ((args.json, write_json), (args.report, write_report)):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--steps", "12", "--d-model", "64", "--layers", "1", "--batch", "4", "--context", "32"]
@@ -101,6 +102,11 @@ def test_the_hooks_beside_ours(hook):
         (["--hook", "powersgd", "--checkpoint", "x"], "--checkpoint has no meaning with --hook powersgd"),
         (["--data", "nowhere"], "nowhere does not exist"),
         (["--d-model", "33"], "--d-model must be a multiple of 32, got 33"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device cuda needs a CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_a_wrong_command_line_is_explained(arguments, words):
