@@ -35,7 +35,9 @@ class Feedback:
         """Hold a residual of ``numel`` zeros for ``name``, unless one is held already."""
         if name not in self._residuals:
             # numpy asks for huge pages, torch does not
-            self._residuals[name] = torch.from_numpy(np.zeros(numel, np.float32)).to(self._device)
+            on_cpu = self._device.type == "cpu"
+            zeros = torch.from_numpy(np.zeros(numel, np.float32)) if on_cpu else torch.zeros(numel, device=self._device)
+            self._residuals[name] = zeros
 
     def move(self, device: torch.device) -> None:
         """Hold everything on ``device``, from now on."""
@@ -192,6 +194,8 @@ class Feedback:
         """
         if not self.momentum:
             return
-        velocity = self._velocities.setdefault(name, torch.zeros_like(grad, dtype=torch.float32))
+        if name not in self._velocities:
+            self._velocities[name] = torch.zeros_like(grad, dtype=torch.float32)
+        velocity = self._velocities[name]
         after = grad if unscale is None else grad * unscale
         torch.where(skip, velocity, after if sent is None else after.masked_fill(sent, 0.0), out=velocity)

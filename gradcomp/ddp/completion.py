@@ -39,6 +39,7 @@ class Completion:
         self._settings = settings
         self._reduced: dict[str, str] = {}
         self._sums: list[Sums] = []
+        agenda.reaction = 1
 
     def begin(self, parameters: Mapping[str, torch.Tensor], loss_scale: float) -> None:
         """Begin a step: with ``check``, see that the last one left the ranks equal."""
@@ -64,5 +65,5 @@ class Completion:
         if fault is not None and self._settings.on_nonfinite == "raise":
             raise NonFiniteError(f"step {step.number}: {fault}")
 
-    def settle(self) -> None:
-        """Everything is known as soon as a step has completed."""
+    def settle(self, *, forget: bool = False) -> None:
+        """Everything is known, and raised, as soon as a step has completed."""

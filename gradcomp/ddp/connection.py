@@ -1,6 +1,6 @@
 """What a hook has once its process group is known."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gradcomp.core.compiled import kernels
@@ -35,11 +35,15 @@ def connect(
     feedback: Feedback,
     agenda: Agenda,
     counters: Counters,
+    failed: Callable[[Exception], None],
 ) -> Connection:
-    """Decide what the world size and the device decide. Warns where compression was asked for and will not happen."""
+    """Decide what the world size and the device decide. Warns where compression was asked for and will not happen.
+
+    ``failed`` is called with an error that is found some time after its step.
+    """
     kernels()  # compiled now, not in the first step, where the peers would wait
     books = feedback, agenda, counters, settings
-    completion = Completion(exchange, *books) if network.device.type in HOSTS else Backlog(*books)
+    completion = Completion(exchange, *books) if network.device.type in HOSTS else Backlog(*books, failed)
     feedback.move(network.device)
     layouts = Layouts(exchange, network, rules, settings, feedback, agenda, completion.settle)
     layouts.warn_if_inactive()

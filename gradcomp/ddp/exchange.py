@@ -23,6 +23,20 @@ COO_METADATA_BYTES = 72
 """What gloo's sparse all-reduce gathers first: nine 64-bit numbers."""
 
 
+class _OnDevice(torch.futures.Future[torch.Tensor]):
+    """A collective of CUDA tensors. Whoever waits for it waits on its own stream, which gloo's futures do not see to."""
+
+    def __init__(self, work: Any, result: torch.Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        self._work.wait()
+        return self._result
+
+
 class Exchange:
     """Collectives of one process group, counted.
 
@@ -115,5 +129,7 @@ class Exchange:
             counters.add(exchange_s=time.perf_counter() - start)
             return result
 
+        if result.is_cuda:
+            return _OnDevice(work, result)
         chained: torch.futures.Future[torch.Tensor] = work.get_future().then(at_exit_wait_for(finished))
         return chained

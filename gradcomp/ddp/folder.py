@@ -130,7 +130,7 @@ def _read(folder: str | Path, exchange: Exchange) -> dict[str, Any]:
     chosen = sources(exchange.rank, exchange.world_size, saved)
     for source in chosen:
         keys = [key for key in stored if key.startswith(f"{source}/")]
-        tensors = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in keys}
+        tensors = {key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="cpu") for key in keys}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # each rank reads by itself, and torch asks whether that is meant

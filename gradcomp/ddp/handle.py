@@ -71,7 +71,7 @@ class Handle:
             raise ValueError(f"name must be a parameter's, one of {sorted(self._shapes)}, got {name!r}")
         like, held = self._shapes[name], find(name)
         if held is None:
-            return torch.zeros(like.shape)
+            return torch.zeros(like.shape, device="cpu")
         return held.as_strided(like.shape, like.stride()).to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def flush(self) -> None:
@@ -159,6 +159,7 @@ class Handle:
                     raise
         if refusal is not None:
             raise refusal
+        self._settle(forget=True)  # what the host has yet to learn is of steps that are not those before the loaded state
         self._hold({kind: state.get(kind, {}) for kind in ("residual", "velocity")})
         self._agenda.load_state_dict(state)
 
@@ -167,8 +168,8 @@ class Handle:
         placed = torch.empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(tensor)
         return placed.as_strided((like.numel(),), (1,))
 
-    def _settle(self) -> None:
-        """Have the host learn all there is to learn of completed steps."""
+    def _settle(self, *, forget: bool = False) -> None:
+        """Have the host learn all there is to learn of completed steps. ``forget``: errors of theirs that were still to be raised."""
         raise NotImplementedError
 
     def _resolve(self) -> Exchange | None:

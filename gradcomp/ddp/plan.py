@@ -168,6 +168,7 @@ class Plan:
         sparse, rides, rings: the pieces by the way they travel.
         counted: the pieces whose sent and wanted counts are in the header.
         bases: first element of each sparse piece in the payload's index space, and the space's size at the end.
+        constants: numbers of the plan that have been copied to a device.
     """
 
     def __init__(self, pieces: Iterable[Piece], values: str, *, flush: bool, report: bool, momentum: bool = False) -> None:
@@ -182,6 +183,7 @@ class Plan:
         self.rides = tuple(piece for piece in self.pieces if piece.travel == "ride")
         self.rings = tuple(piece for piece in self.pieces if piece.travel == "ring")
         self.counted = tuple(piece for piece in self.pieces if piece.travel == "sparse" or piece.sized_by_history)
+        self.constants: dict[tuple[torch.device, str], torch.Tensor] = {}
         self.bases = [0]
         for piece in self.sparse:
             self.bases.append(self.bases[-1] + piece.numel)

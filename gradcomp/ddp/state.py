@@ -122,6 +122,7 @@ class SparseState(Handle):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         kept = {key: getattr(self, key) for key in ("_rules", "_agenda")}
         held = self._held() if self._shapes else self._waiting
         scaled = self._scaled or self._settings.scales_losses
@@ -182,7 +183,8 @@ class SparseState(Handle):
         return self._connected
 
     def _connect(self, exchange: Exchange) -> Connection:
-        return connect(exchange, self._network, self._rules, self._settings, self._feedback, self._agenda, self._counters)
+        books = self._feedback, self._agenda, self._counters, self._remember
+        return connect(exchange, self._network, self._rules, self._settings, *books)
 
     def _refuse_bare_copy(self) -> None:
         raise GradcompError("this state is a copy and has no network: call state.attach(module) first")
@@ -256,9 +258,9 @@ class SparseState(Handle):
             for name, acc in sums.items():
                 self._analysis.add(name, Magnitudes.of(Accumulation(acc.cpu()) if isinstance(acc, torch.Tensor) else acc))
 
-    def _settle(self) -> None:
+    def _settle(self, *, forget: bool = False) -> None:
         if self._connected is not None:
-            self._connected.completion.settle()
+            self._connected.completion.settle(forget=forget)
             self._densities = self._connected.completion.densities
 
     def watch_gradients(self, *_: object) -> None:

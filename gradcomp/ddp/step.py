@@ -60,9 +60,9 @@ class Step(Generic[F]):
         self._complete = complete
         self._failed = failed
         self._later: list[Callable[[], None]] | None = None if device is None else []
-        # A future of a device makes whoever waits for it wait there, not on the host.
+        # A future that holds tensors of its device makes whoever waits for it wait there, not on the host.
         devices: list[int | str | torch.device] | None = [device] if device is not None and device.type != "cpu" else None
-        self._gate: torch.futures.Future[None] = torch.futures.Future(devices=devices)
+        self._gate: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         self._lock = threading.Lock()
         self._pending = 1  # the hook itself, until the last bucket has been issued
         self._open = True
@@ -98,7 +98,7 @@ class Step(Generic[F]):
             self.error = error
         self._failed(error)
         self._let_go()
-        self._gate.set_result(None)
+        self._gate.set_result([])
 
     def board(self, flight: F, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
         """Take a bucket's flight, issued in full, into the step.
@@ -108,7 +108,7 @@ class Step(Generic[F]):
         """
         self.flights.append(flight)
 
-        def open_gate(_: torch.futures.Future[None]) -> torch.Tensor:
+        def open_gate(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             if self.error is not None:
                 raise self.error
             return flight.result
@@ -137,7 +137,7 @@ class Step(Generic[F]):
         with self._lock:
             self._open = False
         self._let_go()
-        self._gate.set_result(None)
+        self._gate.set_result([] if self._later is None else [flight.result for flight in self.flights])
 
     def _let_go(self) -> None:
         """Hold nothing of the hook's state any more, and so no process group: threads of the back end hold this step a little longer."""

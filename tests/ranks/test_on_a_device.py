@@ -1,5 +1,8 @@
 """What is different where gradients are on a device: the host learns two steps later. On the CPU, over the path of CUDA tensors."""
 
+import pickle
+import warnings
+
 import pytest
 import torch
 from nets import given_ddp, loss_of, mixed_ddp, recorded, reduced, register, tokens
@@ -155,6 +158,120 @@ def test_a_state_goes_from_one_path_to_the_other():
         assert all(torch.equal(grads[name], others[name]) for name in grads)
         assert all(torch.equal(state["residual"][name], other["residual"][name]) for name in state["residual"])
         assert state["capacity"] == other["capacity"]
+
+
+def loading(rank, at, back, reads):
+    """Load a state over a hook that has run: an older one, or one that is ahead."""
+    ahead = recorded(rank, 9, gradcomp.Threshold(0.01), "bf16", optimizers=0.0)[1].state_dict()
+    model = mixed_ddp()
+    handle = register(model, overrides={"*": gradcomp.Threshold(0.01)}, values="bf16", fallback="never", check=False)
+    kept, left = None, []
+    for step in range(16):
+        if step == 3 and back:
+            kept = handle.state_dict()
+        if step == at:
+            handle.load_state_dict(kept if back else ahead)
+        if step == at + 1 and rank == 1:
+            handle.flush()
+        model.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+        left.append({name: handle.residual(name) for name, _ in model.module.named_parameters()})
+        if reads and rank == 0:
+            handle.traffic  # noqa: B018
+    return left, handle.state_dict()["capacity"], handle.traffic.steps
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_state_loaded_over_a_running_hook_is_all_that_is_known(back, reads):
+    ends = [run_ranks(2, loading, 8, back, reads, on_device=on_device) for on_device in (False, True)]
+    for (left, *counted), (others, *also_counted) in zip(*ends):
+        assert counted == also_counted
+        for residuals, other in zip(left, others):
+            assert all(torch.equal(residuals[name], other[name]) for name in residuals)
+        assert not any(bool(residual.any()) for residual in left[11].values()), "the flush asked for after the load"
+
+
+def copied(rank, reads):
+    """Pickle a hook that has announced a flush, and go on with the copy."""
+    model = mixed_ddp()
+    handle = register(model, overrides={"*": gradcomp.Threshold(0.01)}, values="bf16", fallback="never", check=False)
+    for step in range(4):
+        if step == 3 and rank == 1:
+            handle.flush()
+        model.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+    if reads and rank == 0:
+        handle.traffic  # noqa: B018
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = pickle.loads(pickle.dumps(handle))
+    again = mixed_ddp()
+    state.attach(again.module)
+    again.register_comm_hook(state, gradcomp.sparse_hook)
+    left = []
+    for step in range(4, 8):
+        again.zero_grad()
+        loss_of(again, tokens(rank, step)).backward()
+        left.append({name: state.residual(name) for name, _ in again.module.named_parameters()})
+    return left
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_copy_knows_what_was_announced(reads):
+    for left, others in zip(run_ranks(2, copied, reads), run_ranks(2, copied, reads, on_device=True)):
+        for residuals, other in zip(left, others):
+            assert all(torch.equal(residuals[name], other[name]) for name in residuals)
+        assert [any(bool(residual.any()) for residual in residuals.values()) for residuals in left] == [True, False, True, True]
+
+
+def removing(rank):
+    """Half-precision gradients near the end of the range, in the flush after the one that found everything sent."""
+    model, handle = given_ddp({"w": torch.zeros(64, 32, dtype=torch.float16)}, gradcomp.TopK(0.1), "bf16", check=False)
+    given = [torch.full((64, 32), 65000.0 if step == 3 else 100.0, dtype=torch.float16) for step in range(6)]
+    handle.remove()
+    means = [reduced(model, {"w": grads})["w"].double() for grads in given]
+    return sum(means), handle.residual("w").double(), handle.state_dict()["removed"], sum(grads.double() for grads in given)
+
+
+def test_a_removal_leaves_nothing_of_large_half_precision_gradients():
+    for total, residual, removed, expected in run_ranks(2, removing, on_device=True):
+        assert removed
+        assert not bool(residual.any())
+        assert torch.equal(total, expected)
+
+
+def failing_last(rank):
+    parameters = {"a": torch.zeros(40, 40), "b": torch.zeros(7)}
+    model, handle = given_ddp(parameters, gradcomp.TopK(0.05), "bf16", on_nonfinite="raise")
+    reduced(model, {"a": torch.full((40, 40), float("nan") if rank else 1.0), "b": torch.ones(7)})
+    assert handle.last_error is None
+    assert handle.traffic.bad_steps == 1
+    return str(handle.last_error)
+
+
+def test_an_error_of_the_last_step_is_there_to_be_asked_for():
+    texts = run_ranks(2, failing_last, on_device=True)
+    assert texts == ["step 0: rank 1: the gradient of a (with its residual) is not finite"] * 2
+
+
+def scaled_by_nothing(rank):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    model = given_ddp({"w": torch.zeros(40, 40)}, gradcomp.TopK(0.1), grad_scaler=scaler)[0]
+    scaler.scale(torch.ones(()))
+    for step in range(4):
+        if step == 1:
+            scaler.update(0.0)
+        if step == 3:
+            with pytest.raises(gradcomp.GradcompError, match="step 1: the scale of grad_scaler must be above 0"):
+                reduced(model, {"w": torch.ones(40, 40)})
+            return True
+        reduced(model, {"w": torch.ones(40, 40)})
+    return False
+
+
+def test_a_loss_scale_of_zero_is_refused_two_steps_later():
+    assert run_ranks(2, scaled_by_nothing, on_device=True) == [True, True]
 
 
 def refused(rank):

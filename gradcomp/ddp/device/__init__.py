@@ -1,1 +1,1 @@
-"""The hook where gradients are not on the CPU: the same steps and the same bytes, in static shapes, and the host never waits."""
+"""The hook where gradients are not on the CPU: the same steps and bytes, in static shapes, without waiting for the step at hand."""

@@ -1,7 +1,7 @@
 """What the host has yet to learn of completed steps: it reads their headers ``LAG`` steps later, when they have long been copied to it."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,18 +31,22 @@ class Backlog:
 
     Args:
         feedback, agenda, counters, settings: as there.
+        failed: called with an error as soon as the host knows of it; it is raised when all ranks know of it.
 
     Attributes:
         densities: by parameter, the fraction that this rank sent in the last step that the host knows of.
     """
 
-    def __init__(self, feedback: Feedback, agenda: Agenda, counters: Counters, settings: Settings) -> None:
+    def __init__(
+        self, feedback: Feedback, agenda: Agenda, counters: Counters, settings: Settings, failed: Callable[[Exception], None]
+    ) -> None:
         if settings.check:
             raise ValueError("check must be False where parameters are not on the CPU: it looks at every step there")
         agenda.reaction = LAG
         self.densities: dict[str, float] = {}
         self._agenda = agenda
         self._counters = counters
+        self._failed = failed
         self._raises = settings.on_nonfinite == "raise"
         self._waiting: deque[_Past] = deque()
         self._due: deque[tuple[int, Exception]] = deque()
@@ -63,14 +67,19 @@ class Backlog:
         copied = None
         if bad.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+            copied.record(torch.cuda.current_stream(bad.device))
         number = self._agenda.number
         self._agenda.go_on(carried=any(flight.plan.header for flight in flights), announced=step.flags)
         self._waiting.append(_Past(number, flights, seen, copied))
 
-    def settle(self) -> None:
-        """Read what there is to read, waiting for the device. What is read early takes effect when it does on ranks that did not."""
+    def settle(self, *, forget: bool = False) -> None:
+        """Read what there is to read, waiting for the device. What is read early takes effect when it does on ranks that did not.
+
+        ``forget``: what would still be raised; the steps that come are not those after it.
+        """
         self._read(before=self._agenda.number)
+        if forget:
+            self._due.clear()
 
     def _read(self, *, before: int) -> None:
         while self._waiting and self._waiting[0].number < before:
@@ -80,7 +89,8 @@ class Backlog:
             fault, error = None, None
             for flight, seen in zip(past.flights, past.seen):
                 try:
-                    fault = flight.read(seen) or fault
+                    found_here = flight.read(seen)
+                    fault = fault or found_here
                 except GradcompError as found:
                     error = found
             if error is None:
@@ -89,4 +99,5 @@ class Backlog:
                 if fault is not None and self._raises:
                     error = NonFiniteError(f"step {past.number}: {fault}")
             if error is not None:
+                self._failed(error)
                 self._due.append((past.number, error))

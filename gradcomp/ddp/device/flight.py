@@ -94,10 +94,9 @@ class DeviceFlight:
             return Chosen(picked, None, zero, finite, false)
         values, rest = self._scaled(exact), false
         if flushed:
-            residual, limit = self._feedback.get(piece.name), ring_limit(piece.dtype)
-            left = false if residual is None else residual.any()
+            limit, left = ring_limit(piece.dtype), self._owes(piece)
             beyond = false if limit is None else (values.abs() > limit).any()
-            rest = torch.where(zero, left, beyond)
+            rest = torch.where(zero, left, beyond & left)
         return Chosen(picked, values if piece.travel == "ride" else None, zero, finite & exact.isfinite().all(), rest)
 
     def load_ring(self, sums: dict[str, Tensor], in_place: frozenset[str]) -> Tensor | None:
@@ -116,10 +115,18 @@ class DeviceFlight:
         if not piece.tracked:
             return piece.part(self._buffer).to(dtype)
         values, limit = self._scaled(exact), ring_limit(piece.dtype)
-        sent = (values if limit is None else values.clamp(-limit, limit)).to(dtype)
-        if limit is not None:
-            self._rung[piece.name] = sent  # what is beyond stays in the residual
+        if limit is None:
+            return values.to(dtype)
+        sent = values.clamp(-limit, limit)  # what is beyond stays in the residual
+        if self.plan.flush:  # one that finds nothing to flush leaves nothing: another may be the last one, and it is not known here
+            sent = torch.where(self._owes(piece), sent, values)
+        self._rung[piece.name] = sent = sent.to(dtype)
         return sent
+
+    def _owes(self, piece: Piece) -> Tensor:
+        """Whether the residual is not zero everywhere."""
+        residual = self._feedback.get(piece.name)
+        return self._flag.new_zeros(()) if residual is None else residual.any()
 
     # What comes back
 
@@ -140,11 +147,11 @@ class DeviceFlight:
 
     @property
     def seen(self) -> list[Tensor]:
-        """What the host has to know of it, to be copied there: the headers, whether all is intact, and whether the ring is finite."""
-        received = self._received
+        """What the host has to know of it, to be copied there: whether it is bad, has a loss scale, and is intact; the headers."""
+        received, scaled = self._received, torch.ones_like(self._flag) if self._scale is None else self._scale > 0
         if received is None or self._headers is None:
-            return [self._flag.view(1)]
-        return [self._flag.view(1), received.intact.view(1), self._headers.contiguous()]
+            return [torch.stack([self._flag, scaled])]
+        return [torch.stack([self._flag, scaled, received.intact]), self._headers.contiguous()]
 
     # What becomes of it
 
@@ -208,22 +215,19 @@ class DeviceFlight:
         Raises:
             DesyncError, PayloadError: what was gathered cannot be right.
         """
-        if len(seen) == 1:
-            return self._ring_fault() if bool(seen[0]) else None
-        bad, intact, headers = seen
-        for rank, row in enumerate(headers.numpy()):
+        bad, scaled, *intact = seen[0].tolist()
+        if not scaled:
+            raise GradcompError(f"step {self._step}: the scale of grad_scaler must be above 0: it has been backed off too often")
+        for rank, row in enumerate(seen[1].numpy() if intact else ()):
             arrival, sent, _ = read_header(self.plan, self._step, rank, row)
             self.arrivals.append(arrival)
             if rank == self._rank:
                 self.sent |= {piece.name: sent[piece.name] for piece in self.plan.sparse}
-        if not bool(intact):
+        if not all(intact):
             raise GradcompError(f"step {self._step}: a rank's payload does not hold what its header announces")
         for arrival in self.arrivals:
             for piece, not_finite in zip(self.plan.pieces, arrival.not_finite):
                 if not_finite:
                     return f"rank {arrival.rank}: the gradient of {piece.name} (with its residual) is not finite"
-        return self._ring_fault() if bool(bad) else None
-
-    def _ring_fault(self) -> str:
         names = ", ".join(piece.name for piece in self.plan.rings)
-        return f"the reduced gradient of a dense parameter is not finite (one of: {names})"
+        return f"the reduced gradient of a dense parameter is not finite (one of: {names})" if bad else None

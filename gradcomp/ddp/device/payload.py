@@ -46,12 +46,19 @@ class Received(NamedTuple):
 
 def sent_as(data: bytes, like: Tensor) -> Tensor:
     """Bytes on the device of ``like``: uint8 [B]. The host does not wait."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(like.device, non_blocking=True)
+    return _copied(torch.frombuffer(bytearray(data), dtype=torch.uint8), like)
 
 
-def numbers(values: list[int], like: Tensor) -> Tensor:
-    """Numbers on the device of ``like``: int64. The host does not wait."""
-    return torch.tensor(values, dtype=torch.int64).to(like.device, non_blocking=True)
+def _copied(numbers: Tensor, like: Tensor) -> Tensor:
+    return (numbers.pin_memory() if like.is_cuda else numbers).to(like.device, non_blocking=True)
+
+
+def constants(plan: Plan, name: str, values: list[int], like: Tensor) -> Tensor:
+    """Numbers of the plan on the device of ``like``, copied there once: int64."""
+    key = (like.device, name)
+    if key not in plan.constants:
+        plan.constants[key] = _copied(torch.tensor(values, dtype=torch.int64, device="cpu"), like)
+    return plan.constants[key]
 
 
 def pack(plan: Plan, step: int, flags: int, chosen: list[Chosen], like: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ def unpack(plan: Plan, step: int, gathered: Tensor, numel: int) -> Received:
     counts = _read(take(COUNT_BYTES * len(plan.counted)), torch.int32).to(torch.int64) & 0xFFFFFFFF
     scales = _read(take(SCALE_BYTES * len(plan.sparse)), torch.float32) if plan.form.scaled else None
     sparse = [2 * at for at, piece in enumerate(plan.counted) if piece.travel == "sparse"]
-    sent = counts.index_select(1, numbers(sparse, gathered))  # a list as an index would be copied, and waited for
+    sent = counts.index_select(1, constants(plan, "sparse", sparse, gathered))  # a list would be copied, and waited for, every time
     encoded = take(codec.index_bytes(plan.universe, plan.capacity)) if plan.sparse else gathered[:, :0]
     written = take(plan.form.size(plan.capacity))
     places, values = [], []
@@ -139,7 +146,7 @@ def _unpack_sparse(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Places, values, and whether they can be right, of one rank."""
     indices, intact = device.decode_indices(encoded, sent.sum(), plan.universe, plan.capacity)
-    bases = numbers(plan.bases, encoded)
+    bases = constants(plan, "bases", plan.bases, encoded)
     edges = torch.searchsorted(indices, bases)
     intact = intact & ((edges[1:] - edges[:-1]) == sent).all()
     of = torch.bucketize(indices, bases[1:], right=True)  # the piece; one more for padding
@@ -147,7 +154,7 @@ def _unpack_sparse(
     by_value = None if scales is None else torch.nn.functional.pad(scales, (0, 1))[of]
     values = device.decode_values(written, plan.form, plan.capacity, by_value)
     exact = _saturated(torch.where(indices < plan.universe, values, 0.0), plan.sparse[0])  # a bucket has one dtype
-    return indices + numbers(shifts, encoded)[of], exact, intact
+    return indices + constants(plan, f"shifts of {numel}", shifts, encoded)[of], exact, intact
 
 
 def _saturated(values: Tensor, piece: Piece) -> Tensor:
