@@ -36,7 +36,9 @@ class Feedback:
         if name not in self._residuals:
             # numpy asks for huge pages, torch does not
             on_cpu = self._device.type == "cpu"
-            zeros = torch.from_numpy(np.zeros(numel, np.float32)) if on_cpu else torch.zeros(numel, device=self._device)
+            zeros = (
+                torch.from_numpy(np.zeros(numel, np.float32)) if on_cpu else torch.zeros(numel, dtype=torch.float32, device=self._device)
+            )
             self._residuals[name] = zeros
 
     def move(self, device: torch.device) -> None:

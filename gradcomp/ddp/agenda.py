@@ -44,6 +44,11 @@ class Agenda:
         """Whether the coming step sends every residual whole."""
         return not self.removed and (self._removing(self.number) or self.number in self._flush_at)
 
+    @property
+    def removing(self) -> bool:
+        """Whether the coming step may be the last that sends residuals: a removal is under way."""
+        return self._removing(self.number)
+
     def _removing(self, step: int) -> bool:
         return self._remove_at is not None and step >= self._remove_at
 
@@ -99,6 +104,7 @@ class Agenda:
             "flush_at": list(self._flush_at),
             "remove_at": self._remove_at,
             "removed": self.removed,
+            "removed_from": self._removed_from,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -108,4 +114,4 @@ class Agenda:
         self.announce = state["announce"]
         self._flush_at = [max(at, self.number) for at in state["flush_at"]]  # one that failed was kept as it was by older versions
         self._remove_at = state["remove_at"]
-        self._removed_from = self.number if state["removed"] else None
+        self._removed_from = state.get("removed_from", self.number if state["removed"] else None)  # older states have none

@@ -87,8 +87,9 @@ def _check_numbers(state: Mapping[str, Any]) -> None:
             raise ValueError(f"state[{key!r}] must be an integer >= 0, got {state[key]!r}")
     if state["announce"] & ~(FLUSH | REMOVE):
         raise ValueError(f"state['announce'] must be made of the flags {FLUSH} and {REMOVE}, got {state['announce']!r}")
-    if not (state["remove_at"] is None or _is_count(state["remove_at"])):
-        raise ValueError(f"state['remove_at'] must be a step or None, got {state['remove_at']!r}")
+    for key in ("remove_at", "removed_from"):
+        if not (state.get(key) is None or _is_count(state[key])):
+            raise ValueError(f"state[{key!r}] must be a step or None, got {state[key]!r}")
     if not (isinstance(state["flush_at"], (list, tuple)) and all(map(_is_count, state["flush_at"]))):
         raise ValueError(f"state['flush_at'] must be a list of steps, got {state['flush_at']!r}")
     if not isinstance(state["removed"], bool):

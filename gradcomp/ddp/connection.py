@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+from weakref import WeakMethod
 
 from gradcomp.core.compiled import kernels
 from gradcomp.core.feedback import Feedback
@@ -35,11 +36,11 @@ def connect(
     feedback: Feedback,
     agenda: Agenda,
     counters: Counters,
-    failed: Callable[[Exception], None],
+    failed: "WeakMethod[Callable[[Exception], None]]",
 ) -> Connection:
     """Decide what the world size and the device decide. Warns where compression was asked for and will not happen.
 
-    ``failed`` is called with an error that is found some time after its step.
+    ``failed``, which does not hold its object, is called with an error that is found some time after its step.
     """
     kernels()  # compiled now, not in the first step, where the peers would wait
     books = feedback, agenda, counters, settings

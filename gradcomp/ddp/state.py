@@ -1,5 +1,6 @@
 """The hook's state: settings, residuals, the layouts that the ranks have agreed on, and the step under way."""
 
+import weakref
 from collections.abc import Mapping
 from contextlib import _GeneratorContextManager
 from typing import Any
@@ -183,8 +184,8 @@ class SparseState(Handle):
         return self._connected
 
     def _connect(self, exchange: Exchange) -> Connection:
-        books = self._feedback, self._agenda, self._counters, self._remember
-        return connect(exchange, self._network, self._rules, self._settings, *books)
+        books = self._feedback, self._agenda, self._counters
+        return connect(exchange, self._network, self._rules, self._settings, *books, weakref.WeakMethod(self._remember))
 
     def _refuse_bare_copy(self) -> None:
         raise GradcompError("this state is a copy and has no network: call state.attach(module) first")
@@ -226,6 +227,7 @@ class SparseState(Handle):
                 agenda.number,
                 flags=agenda.announce,
                 flush=agenda.flushing,
+                removing=agenda.removing,
                 loss_scale=scale,
                 complete=self._complete,
                 failed=self._remember,

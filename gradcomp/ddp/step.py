@@ -29,6 +29,7 @@ class Step(Generic[F]):
         number: the step's number, equal on all ranks.
         flags: what this rank announces in its headers.
         flush: whether every residual is sent whole.
+        removing: whether that may be the last time.
         loss_scale: what the step's losses were multiplied by, as far as residuals are not.
         device: where what is received is worked on by the device, for which the host does not wait: then nothing happens in callbacks,
             and all of it, on the device's own queue, when the last bucket has been issued.
@@ -42,6 +43,7 @@ class Step(Generic[F]):
         *,
         flags: int,
         flush: bool,
+        removing: bool = False,
         complete: "Callable[[Step[F]], None]",
         failed: Callable[[Exception], None],
         loss_scale: float = 1.0,
@@ -50,6 +52,7 @@ class Step(Generic[F]):
         self.number = number
         self.flags = flags
         self.flush = flush
+        self.removing = removing
         self.loss_scale = loss_scale
         self.seen: set[str] = set()
         """Names of the parameters of its buckets so far."""

@@ -53,6 +53,7 @@ class Traffic:
         select_s: seconds spent accumulating and selecting.
         encode_s: seconds spent encoding.
         exchange_s: seconds from issue to completion of collectives, summed over buckets; overlaps with everything else.
+            0 on CUDA, where the other seconds are the host's.
         decode_s: seconds spent decoding, updating residuals and filling the buckets.
         world_size: W; 0 before the process group is known.
         elements: gradient elements reduced, summed over steps.

@@ -1,7 +1,9 @@
 """What is different where gradients are on a device: the host learns two steps later. On the CPU, over the path of CUDA tensors."""
 
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -117,16 +119,15 @@ def test_what_failed_is_tried_again_on_all_ranks_alike(action, on_device):
 
 
 def rebuilt(rank):
-    """The ranks agree on a layout while one of them knows more of the steps before than the other."""
+    """The ranks agree on a layout, when DDP has rebuilt its buckets, while one of them knows already that a flush was asked for."""
     model = mixed_ddp()
     handle = register(model, gradcomp.Threshold(0.01), fallback="never")
+    handle.flush()
     for step in range(5):
         model.zero_grad()
         loss_of(model, tokens(rank, step)).backward()
         if rank == 1:
             handle.traffic  # noqa: B018
-        if step == 2:
-            handle.flush()
     return handle.traffic.steps, sorted(handle.state_dict()["capacity"].items())
 
 
@@ -272,6 +273,57 @@ def scaled_by_nothing(rank):
 
 def test_a_loss_scale_of_zero_is_refused_two_steps_later():
     assert run_ranks(2, scaled_by_nothing, on_device=True) == [True, True]
+
+
+def gone(rank):
+    gc.disable()
+    model = mixed_ddp()
+    handle = register(model, gradcomp.Threshold(0.01))
+    for step in range(3):
+        loss_of(model, tokens(rank, step)).backward()
+    there = weakref.ref(handle)
+    del model, handle
+    return there() is None
+
+
+def test_a_hook_does_not_hold_itself():
+    assert run_ranks(2, gone, on_device=True) == [True, True]
+
+
+def half_by_default(rank):
+    torch.set_default_dtype(torch.bfloat16)
+    model, handle = given_ddp({"w": torch.zeros(40, 40, dtype=torch.float32)}, gradcomp.TopK(0.1), momentum=0.5)
+    for _ in range(3):
+        reduced(model, {"w": torch.ones(40, 40, dtype=torch.float32)})
+    return handle.residual("w").dtype, handle.velocity("w").dtype
+
+
+def test_the_default_dtype_does_not_leak():
+    assert run_ranks(1, half_by_default, on_device=True) == [(torch.float32, torch.float32)]
+
+
+def resumed_in_a_removal(rank, stop):
+    """What is sent by a run through a removal, saved and loaded before step ``stop``."""
+    sent = []
+    model, handle = given_ddp({"w": torch.zeros(40, 40)}, gradcomp.TopK(0.1), check=False)
+    handle.remove()
+    for step in range(8):
+        if step == stop:
+            state = handle.state_dict()
+            model, handle = given_ddp({"w": torch.zeros(40, 40)}, gradcomp.TopK(0.1), check=False)
+            handle.load_state_dict(state)
+        before = handle.traffic.sent_bytes
+        reduced(model, {"w": torch.randn(40, 40, generator=torch.Generator().manual_seed(10 * step + rank))})
+        # A new hook agrees on its layout; in step 4, the first without residuals, the old one does too.
+        sent.append(handle.traffic.sent_bytes - before - 16 * (step == stop != 4))
+    return sent[1:]
+
+
+def test_a_removal_under_way_is_resumed_where_it_was():
+    straight, *others = (run_ranks(2, resumed_in_a_removal, stop, on_device=True) for stop in (None, 3, 4, 5))
+    assert straight[0][-1] == 40 * 40 * 4 < straight[0][-4]
+    for other in others:
+        assert other == straight
 
 
 def refused(rank):

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Backlog:
     """
 
     def __init__(
-        self, feedback: Feedback, agenda: Agenda, counters: Counters, settings: Settings, failed: Callable[[Exception], None]
+        self, feedback: Feedback, agenda: Agenda, counters: Counters, settings: Settings, failed: "WeakMethod[Callable[[Exception], None]]"
     ) -> None:
         if settings.check:
             raise ValueError("check must be False where parameters are not on the CPU: it looks at every step there")
@@ -77,11 +78,11 @@ class Backlog:
 
         ``forget``: what would still be raised; the steps that come are not those after it.
         """
-        self._read(before=self._agenda.number)
+        self._read(before=self._agenda.number, raises=not forget)
         if forget:
             self._due.clear()
 
-    def _read(self, *, before: int) -> None:
+    def _read(self, *, before: int, raises: bool = True) -> None:
         while self._waiting and self._waiting[0].number < before:
             past = self._waiting.popleft()
             if past.copied is not None:
@@ -98,6 +99,7 @@ class Backlog:
                 self.densities |= self._counters.finish_step(past.flights, bad=fault is not None)
                 if fault is not None and self._raises:
                     error = NonFiniteError(f"step {past.number}: {fault}")
-            if error is not None:
-                self._failed(error)
+            failed = self._failed()
+            if error is not None and raises and failed is not None:
+                failed(error)
                 self._due.append((past.number, error))

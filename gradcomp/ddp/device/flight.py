@@ -25,6 +25,7 @@ class DeviceFlight:
         scale: what the gradients, and so what travels, are multiplied by beside the residuals: a scalar, None for 1.
         moving: by parameter, whether momentum is taken of it.
         zero: by parameter, whether its local gradient was zero everywhere: a bool scalar.
+        removing: whether this flush may be the last.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class DeviceFlight:
         scale: Tensor | None,
         moving: dict[str, bool],
         zero: dict[str, Tensor],
+        removing: bool = False,
     ) -> None:
         self.plan = plan
         self.arrivals: list[Arrival] = []
@@ -56,6 +58,7 @@ class DeviceFlight:
         self._moving = moving
         self._feedback = feedback
         self._zero = zero
+        self._removing = removing
         self._received: Received | None = None
         self._headers: Tensor | None = None
         self._ring: Tensor | None = None
@@ -96,7 +99,7 @@ class DeviceFlight:
         if flushed:
             limit, left = ring_limit(piece.dtype), self._owes(piece)
             beyond = false if limit is None else (values.abs() > limit).any()
-            rest = torch.where(zero, left, beyond & left)
+            rest = torch.where(zero, left, beyond & left if self._removing else beyond)
         return Chosen(picked, values if piece.travel == "ride" else None, zero, finite & exact.isfinite().all(), rest)
 
     def load_ring(self, sums: dict[str, Tensor], in_place: frozenset[str]) -> Tensor | None:
@@ -118,7 +121,7 @@ class DeviceFlight:
         if limit is None:
             return values.to(dtype)
         sent = values.clamp(-limit, limit)  # what is beyond stays in the residual
-        if self.plan.flush:  # one that finds nothing to flush leaves nothing: another may be the last one, and it is not known here
+        if self._removing:  # it is not known yet whether this flush is the last: where nothing is pending it leaves nothing
             sent = torch.where(self._owes(piece), sent, values)
         self._rung[piece.name] = sent = sent.to(dtype)
         return sent

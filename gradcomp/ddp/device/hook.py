@@ -35,7 +35,9 @@ def send(state: SparseState, bucket: GradBucket, step: Step[DeviceFlight], layou
         plan = state.layouts.plan(layout, flush=step.flush)
         masks |= {piece.name: _mask(piece, sums[piece.name], buffer) for piece in plan.sparse if piece.name not in masks}
         picked = {p.name: pick(masks[p.name], sums[p.name], p.capacity, fits=not p.sized_by_history) for p in plan.counted}
-    flight = DeviceFlight(plan, step.number, state.exchange, buffer, feedback, scale=scale, moving=moving, zero=zero)
+    flight = DeviceFlight(
+        plan, step.number, state.exchange, buffer, feedback, scale=scale, moving=moving, zero=zero, removing=step.removing
+    )
 
     # 3. Encode. 4. Account: by what a rank's own bytes decode to. 5. Exchange. 6. Decode: when the step's last bucket has been issued.
     if plan.header:
