@@ -128,7 +128,7 @@ def decode_indices(data: Tensor, sent: Tensor, numel: int, count: int) -> tuple[
     indices = torch.where(used, (places - order << low) + below + order, numel)
     inside = (indices >= 0) & (indices < numel)
     ascending = (indices[1:] > indices[:-1]) | ~used[1:]
-    intact = (bits[count * low :].sum() == sent) & (inside | ~used).all() & ascending.all()
+    intact = (sent <= count) & (bits[count * low :].sum() == sent) & (inside | ~used).all() & ascending.all()
     return torch.where(inside & intact, indices, numel), intact
 
 

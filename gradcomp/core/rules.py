@@ -10,7 +10,8 @@ A rule is one of three things, and :func:`fill_mask` is the only place that tell
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -19,6 +20,7 @@ import torch
 
 from gradcomp.core import scan
 from gradcomp.core.schedule import Exponential, Schedule
+from gradcomp.errors import GradcompError
 
 
 @runtime_checkable
@@ -225,6 +227,15 @@ def fill_mask(rule: AnyRule, name: str, data: torch.Tensor, mask: torch.Tensor) 
         returned = rule(data, mask)
     if returned is not None and returned is not mask:
         raise ValueError(f"rule {describe(rule)} returned a {type(returned).__name__}: a rule must fill the mask in place, mask.copy_(...)")
+
+
+@contextmanager
+def naming(rule: AnyRule, name: str) -> Iterator[None]:
+    """Have errors of a rule, which may be the user's, name it and the tensor."""
+    try:
+        yield
+    except Exception as error:
+        raise GradcompError(f"the rule {describe(rule)} failed on parameter {name}: {error!r}") from error
 
 
 def describe(value: object) -> str:

@@ -6,7 +6,7 @@ import torch
 from gradcomp.core.feedback import Feedback
 from gradcomp.core.scan import Accumulation, Floats
 from gradcomp.ddp.exchange import Exchange
-from gradcomp.ddp.payload import Arrival, Released, unpack
+from gradcomp.ddp.payload import Arrival, Released, fault_in, unpack
 from gradcomp.ddp.plan import Piece, Plan, ring_limit
 from gradcomp.ddp.traffic import ring_bytes
 
@@ -103,14 +103,7 @@ class Flight:
 
     def fault(self) -> str | None:
         """Why this bucket makes the step a bad one, the same on every rank; None where it is fine."""
-        for arrival in self.arrivals:
-            for piece, not_finite in zip(self.plan.pieces, arrival.not_finite):
-                if not_finite:
-                    return f"rank {arrival.rank}: the gradient of {piece.name} (with its residual) is not finite"
-        if not self._ring_finite:
-            names = ", ".join(piece.name for piece in self.plan.rings)
-            return f"the reduced gradient of a dense parameter is not finite (one of: {names})"
-        return None
+        return fault_in(self.plan, self.arrivals, ring_finite=self._ring_finite)
 
     @property
     def held_back(self) -> dict[str, bool]:

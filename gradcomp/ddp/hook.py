@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 
-from gradcomp.core.rules import describe
+from gradcomp.core.rules import naming
 from gradcomp.core.scan import Accumulation, keep_largest
 from gradcomp.core.selection import Found, select
 from gradcomp.ddp.coo import CooFlight
@@ -17,7 +17,6 @@ from gradcomp.ddp.payload import NOTHING, Chosen, pack
 from gradcomp.ddp.plan import Piece, Plan, ring_limit
 from gradcomp.ddp.state import SparseState
 from gradcomp.ddp.step import Step
-from gradcomp.errors import GradcompError
 
 
 def sparse_hook(state: SparseState, bucket: GradBucket, *unexpected: object) -> torch.futures.Future[torch.Tensor]:
@@ -102,11 +101,9 @@ def _send(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 def _select(piece: Piece, acc: Accumulation, buffer: torch.Tensor) -> Found:
-    """What the piece's rule selects; an error of the rule names it and the parameter."""
-    try:
+    """What the piece's rule selects."""
+    with naming(piece.rule, piece.name):
         return select(piece.rule, piece.name, acc, piece.shaped(buffer))
-    except Exception as error:
-        raise GradcompError(f"the rule {describe(piece.rule)} failed on parameter {piece.name}: {error!r}") from error
 
 
 def _send_coo(

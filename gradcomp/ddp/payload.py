@@ -168,6 +168,16 @@ def _saturated(values: Floats, piece: Piece) -> Floats:
     return values.clip(-limit, limit) if piece.dtype.itemsize < 4 else values
 
 
+def fault_in(plan: Plan, arrivals: list[Arrival], *, ring_finite: bool) -> str | None:
+    """Why a bucket makes its step a bad one, the same on every rank; None where it is fine."""
+    for arrival in arrivals:
+        for piece, not_finite in zip(plan.pieces, arrival.not_finite):
+            if not_finite:
+                return f"rank {arrival.rank}: the gradient of {piece.name} (with its residual) is not finite"
+    names = ", ".join(piece.name for piece in plan.rings)
+    return None if ring_finite else f"the reduced gradient of a dense parameter is not finite (one of: {names})"
+
+
 class Reader(Generic[T]):
     """Takes section after section of a payload, or of rows of payloads, arrays or tensors: views, which are not aligned."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -100,6 +100,7 @@ def test_huge_index_spaces(numel):
 
 
 @given(st.binary(min_size=1, max_size=60), st.integers(1, 400), st.integers(0, 60), st.integers(-3, 70))
+@example(b"\x00", 24, 6, 7)  # more than there is room for
 def test_damaged_indices_never_point_outside(data, numel, count, sent):
     count = min(count, numel)
     size = codec.index_bytes(numel, count)
@@ -251,7 +252,7 @@ def test_the_host_waits_for_nothing(values, momentum, flush, dtype):
             mask = device.choose(part.rule, part.name, sums[part.name], part.shaped(buffer))
             picked[part.name] = device.pick(mask, sums[part.name], part.capacity)
         moving = dict.fromkeys(sums, momentum > 0)
-        flight = DeviceFlight(plan, 3, Alone(), buffer, feedback, scale=scale, moving=moving, zero=zero)
+        flight = DeviceFlight(plan, 3, Alone(), buffer, feedback, scale=scale, unscale=scale.reciprocal(), moving=moving, zero=zero)
         packed = flight.load_payload(0, sums, picked)
         assert packed.numel() == plan.payload_bytes
         ring = flight.load_ring(sums, frozenset())

@@ -99,7 +99,7 @@ class Backlog:
                 self.densities |= self._counters.finish_step(past.flights, bad=fault is not None)
                 if fault is not None and self._raises:
                     error = NonFiniteError(f"step {past.number}: {fault}")
-            failed = self._failed()
-            if error is not None and raises and failed is not None:
-                failed(error)
+            if error is not None and raises:
                 self._due.append((past.number, error))
+                if (failed := self._failed()) is not None:
+                    failed(error)

@@ -7,7 +7,7 @@ from gradcomp.core.device import Picked
 from gradcomp.core.feedback import Feedback
 from gradcomp.ddp.device.payload import Chosen, Received, pack, unpack
 from gradcomp.ddp.exchange import Exchange
-from gradcomp.ddp.payload import Arrival, read_header
+from gradcomp.ddp.payload import Arrival, fault_in, read_header
 from gradcomp.ddp.plan import Piece, Plan, ring_limit
 from gradcomp.ddp.traffic import ring_bytes
 from gradcomp.errors import GradcompError
@@ -23,6 +23,7 @@ class DeviceFlight:
         buffer: the bucket's own buffer [N], which holds the local gradients until :meth:`land`.
         feedback: the residuals and velocities.
         scale: what the gradients, and so what travels, are multiplied by beside the residuals: a scalar, None for 1.
+        unscale: 1 / scale.
         moving: by parameter, whether momentum is taken of it.
         zero: by parameter, whether its local gradient was zero everywhere: a bool scalar.
         removing: whether this flush may be the last.
@@ -37,6 +38,7 @@ class DeviceFlight:
         feedback: Feedback,
         *,
         scale: Tensor | None,
+        unscale: Tensor | None,
         moving: dict[str, bool],
         zero: dict[str, Tensor],
         removing: bool = False,
@@ -54,7 +56,7 @@ class DeviceFlight:
         self._weight = 1.0 / exchange.world_size
         self._buffer = buffer
         self._scale = scale
-        self._unscale = None if scale is None else scale.reciprocal()
+        self._unscale = unscale
         self._moving = moving
         self._feedback = feedback
         self._zero = zero
@@ -216,7 +218,7 @@ class DeviceFlight:
             Why this bucket made its step a bad one; None where it did not.
 
         Raises:
-            DesyncError, PayloadError: what was gathered cannot be right.
+            GradcompError: what was gathered cannot be right, or there was no loss scale.
         """
         bad, scaled, *intact = seen[0].tolist()
         if not scaled:
@@ -228,9 +230,4 @@ class DeviceFlight:
                 self.sent |= {piece.name: sent[piece.name] for piece in self.plan.sparse}
         if not all(intact):
             raise GradcompError(f"step {self._step}: a rank's payload does not hold what its header announces")
-        for arrival in self.arrivals:
-            for piece, not_finite in zip(self.plan.pieces, arrival.not_finite):
-                if not_finite:
-                    return f"rank {arrival.rank}: the gradient of {piece.name} (with its residual) is not finite"
-        names = ", ".join(piece.name for piece in self.plan.rings)
-        return f"the reduced gradient of a dense parameter is not finite (one of: {names})" if bad else None
+        return fault_in(self.plan, self.arrivals, ring_finite=not bad)  # what else is bad is in the headers

@@ -5,12 +5,11 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch exports it without saying so
 
 from gradcomp.core.device import choose, pick
-from gradcomp.core.rules import describe
+from gradcomp.core.rules import naming
 from gradcomp.ddp.device.flight import DeviceFlight
 from gradcomp.ddp.plan import Piece
 from gradcomp.ddp.state import SparseState
 from gradcomp.ddp.step import Step
-from gradcomp.errors import GradcompError
 
 
 def send(state: SparseState, bucket: GradBucket, step: Step[DeviceFlight], layout: tuple[Piece, ...]) -> torch.futures.Future[Tensor]:
@@ -36,7 +35,16 @@ def send(state: SparseState, bucket: GradBucket, step: Step[DeviceFlight], layou
         masks |= {piece.name: _mask(piece, sums[piece.name], buffer) for piece in plan.sparse if piece.name not in masks}
         picked = {p.name: pick(masks[p.name], sums[p.name], p.capacity, fits=not p.sized_by_history) for p in plan.counted}
     flight = DeviceFlight(
-        plan, step.number, state.exchange, buffer, feedback, scale=scale, moving=moving, zero=zero, removing=step.removing
+        plan,
+        step.number,
+        state.exchange,
+        buffer,
+        feedback,
+        scale=scale,
+        unscale=unscale,
+        moving=moving,
+        zero=zero,
+        removing=step.removing,
     )
 
     # 3. Encode. 4. Account: by what a rank's own bytes decode to. 5. Exchange. 6. Decode: when the step's last bucket has been issued.
@@ -53,7 +61,5 @@ def send(state: SparseState, bucket: GradBucket, step: Step[DeviceFlight], layou
 
 
 def _mask(piece: Piece, acc: Tensor, buffer: Tensor) -> Tensor:
-    try:
+    with naming(piece.rule, piece.name):
         return choose(piece.rule, piece.name, acc, piece.shaped(buffer))
-    except Exception as error:
-        raise GradcompError(f"the rule {describe(piece.rule)} failed on parameter {piece.name}: {error!r}") from error
