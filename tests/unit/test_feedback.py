@@ -123,3 +123,16 @@ def test_zero_is_about_the_gradient_alone():
     assert Accumulation(torch.zeros(0), torch.zeros(0)).is_zero()
     with pytest.raises(ValueError, match="without a residual"):
         Accumulation(grad).store()
+
+
+def test_residuals_on_a_device_are_fp32_whatever_the_default():
+    feedback = Feedback(0.9)
+    feedback.move(torch.device("meta"))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        feedback.ensure("x", 5)
+    finally:
+        torch.set_default_dtype(before)
+    residual = feedback.get("x")
+    assert (residual.dtype, residual.device.type, residual.numel()) == (torch.float32, "meta", 5)
